@@ -24,16 +24,24 @@ from llmpq.runtime.serve.service import Choice, Service, usage
 from llmpq.runtime.text import conversation
 from llmpq.runtime.text.answer_text import Decoder
 
+_BUDGET = "thinking_token_budget"
+
 
 class Chat:
     """One request of /v1/chat/completions."""
 
     def __init__(
-        self, service: Service, body: ChatBody, *, format_field: str = "response_format"
+        self,
+        service: Service,
+        body: ChatBody,
+        *,
+        format_field: str = "response_format",
+        budget_field: str = _BUDGET,
     ) -> None:
-        """`format_field`: what the client calls `response_format`."""
+        """The fields: what the client calls `response_format` and `thinking_token_budget`."""
         service.check_model(body.model)
         self._service, self._body = service, body
+        self._budget_field = budget_field
         self._forced = self._forced_tools()
         self._form = AnswerForm()
         """How the answer's thoughts and calls are written, once the model is loaded."""
@@ -81,13 +89,21 @@ class Chat:
         if params.structured_outputs is not None and self._separates:
             after = replace(params.structured_outputs, after_thought=True)
             params = replace(params, structured_outputs=after)
-        return await service.begin(
-            [self._prompted],
-            params,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            guided_by=self._guided_by,
-        )
+        try:
+            return await service.begin(
+                [self._prompted],
+                params,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                guided_by=self._guided_by,
+                tools=self._tools is not None,
+            )
+        except ValueError as error:
+            name, said = self._budget_field, str(error)
+            if name == _BUDGET or not said.startswith(_BUDGET):
+                raise
+            param = name.partition(".")[0]
+            raise ApiError(400, name + said.removeprefix(_BUDGET), param=param) from None
 
     async def _prompted(self) -> list[int]:
         cut = self.params.truncate_prompt_tokens is not None

@@ -90,6 +90,12 @@ class MessagesBody(ChoiceBody):
         }
         return ChatBody.model_validate(chat)
 
+    @property
+    def budget_field(self) -> str:
+        """What the client calls the bound of a thought: Anthropic's name or ours."""
+        anthropics = "budget_tokens" in (self.thinking or {})
+        return "thinking.budget_tokens" if anthropics else "thinking_token_budget"
+
     def _format(self) -> dict[str, Any] | None:
         """Return what the text must be, in OpenAI's form."""
         wanted = (self.output_config or OutputConfig()).format or self.output_format
@@ -170,7 +176,12 @@ class Messages:
 
     def __init__(self, service: Service, body: MessagesBody) -> None:
         self._chat, self._model = (
-            Chat(service, body.as_chat(), format_field="output_config"),
+            Chat(
+                service,
+                body.as_chat(),
+                format_field="output_config",
+                budget_field=body.budget_field,
+            ),
             body.model,
         )
         self._id = f"msg_{uuid.uuid4().hex}"

@@ -26,6 +26,7 @@ from llmpq.runtime.serve.settings import ServeSettings
 from llmpq.runtime.text.conversation import Messages
 from llmpq.runtime.text.request_factory import Prompt
 from llmpq.runtime.text.text_threads import TextThreads, TooManyTextsError
+from llmpq.runtime.text.thinking import template_marks
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import GuideError
 
@@ -146,14 +147,27 @@ class Service:
         """Return how the model writes thoughts, and calls where there are `tools`."""
         if tools not in self._forms:
             settings = self.settings
-            template = settings.chat_template or self.tokenizer.chat_template(tools=tools) or ""
             self._forms[tools] = AnswerForm.of(
-                template,
+                self._template(tools=tools),
                 self.tokenizer.has_token,
                 tool_parser=settings.tool_parser,
                 reasoning_parser=settings.reasoning_parser,
             )
         return self._forms[tools]
+
+    def _with_marks(self, prompt: Prompt, *, tools: bool) -> Prompt:
+        """Return a prompt with the marks of thoughts of the template in use."""
+        thinking = self.answer_form(tools=tools).thinking
+        if thinking is not None:
+            marks: tuple[str, ...] = (thinking.begin, thinking.end)
+        else:
+            marks = template_marks(self._template(tools=tools), self.tokenizer.has_token)
+        key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        return {key: prompt, "thinking_marks": marks}
+
+    def _template(self, *, tools: bool) -> str:
+        """Return the server's template or else the model's, empty for neither."""
+        return self.settings.chat_template or self.tokenizer.chat_template(tools=tools) or ""
 
     @property
     def default_sampling(self) -> SamplingParams:
@@ -212,12 +226,14 @@ class Service:
         priority: int = 0,
         cache_salt: str | None = None,
         guided_by: str = "structured_outputs",
+        tools: bool = False,
     ) -> list[ResponseStream]:
         """Begin the answers to prompts; all or none.
 
         A prompt may be a function that makes it, called once there is room for its answers. The
         caller then reads the answers by `choices`, or drops them by `give_up`.
-        `guided_by`: the field of the request that says what the text must be.
+        `guided_by`: the field of the request that says what the text must be. `tools`: the prompts
+        are of the template for tools.
         """
         llm, limits = self.ready(), self.settings
         self.check_stages(llm)
@@ -244,12 +260,16 @@ class Service:
                 "try again in a moment",
                 code="rate_limit_exceeded",
             )
+        guide = params.structured_outputs
+        waits = guide is not None and guide.after_thought
+        bounded = waits or params.thinking_token_budget is not None
         begun: list[ResponseStream] = []
         self.num_under_way += asked
         try:
             for given in prompts:
                 prompt = await given() if callable(given) else given
                 name = self._named(prompt)
+                prompt = self._with_marks(prompt, tools=tools) if bounded else prompt
                 begun.append(
                     await llm.submit(
                         prompt, params, request_id=name, priority=priority, cache_salt=cache_salt

@@ -19,15 +19,17 @@ from llmpq.runtime.sampling_params import SamplingParams, token_list
 from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.conversation import Messages
 from llmpq.runtime.text.text_threads import QUICK_LENGTH, TextThreads
-from llmpq.runtime.text.thinking import thinking_marks
+from llmpq.runtime.text.thinking import template_marks
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import Guide, LogitsConstraints, LogprobOutput, Thought, TokenScores
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids (a list, an array), or `{"prompt": text}` or `{"prompt_token_ids": ids}`.
 
-With both keys the tokens are run, and the text is only shown."""
+With both keys the tokens are run, and the text is only shown. Further key `thinking_marks`: what
+stands before and behind a thought, () for none; without it the model's template shows them."""
 _KEYS = ("prompt", "prompt_token_ids")
+_MARKS = "thinking_marks"
 
 
 class RequestLimits(Protocol):
@@ -125,7 +127,9 @@ class RequestFactory:
         text = self.tokenizer.render_chat(messages, **how)
         room = self.max_model_len if whole else None
         tokens = self.tokenizer.encode(text, special=False, room=room)
-        return {"prompt": text, "prompt_token_ids": tokens}
+        template = how.get("template") or self.tokenizer.chat_template(tools=bool(how.get("tools")))
+        marks = template_marks(template, self.tokenizer.has_token)
+        return {"prompt": text, "prompt_token_ids": tokens, _MARKS: marks}
 
     async def prepare_async(
         self, prompt: Prompt, params: SamplingParams, **more: Any
@@ -161,7 +165,8 @@ class RequestFactory:
         stops = self._stop_ids(params)
         run = tokens[:-1] if params.max_tokens == 0 and len(tokens) > 1 else tokens
         room = max(1, self.max_len - len(run) + 1)
-        rules = logits_constraints(params, tokens, stops, self._spec, lambda: self.tokenizer)
+        marks = _marks_of(prompt)
+        rules = logits_constraints(params, tokens, stops, self._spec, lambda: self.tokenizer, marks)
         if rules is not None and rules.guide is not None:
             self._tokenizer.result()  # or why there is none
             self._guides.check(rules.guide)
@@ -289,7 +294,7 @@ class RequestFactory:
         """Return a prompt's text, if it has one, and its tokens."""
         text = None
         if isinstance(prompt, Mapping):
-            if not prompt or set(prompt) - {*_KEYS}:
+            if not set(prompt) & {*_KEYS} or set(prompt) - {*_KEYS, _MARKS}:
                 raise ValueError(
                     f"a prompt has one of {', '.join(_KEYS)}, got {sorted(map(str, prompt))}"
                     f"{_hint(prompt)}"
@@ -309,6 +314,17 @@ class RequestFactory:
         if wrong:
             raise ValueError(f"token {wrong[0]} is not in the vocabulary of {self._spec.vocab}")
         return text, tuple(tokens)
+
+
+def _marks_of(prompt: Prompt) -> tuple[str, ...] | None:
+    """Return the marks of thoughts that a prompt comes with; None: the model's are meant."""
+    if not isinstance(prompt, Mapping) or _MARKS not in prompt:
+        return None
+    marks = prompt[_MARKS]
+    texts = isinstance(marks, (list, tuple)) and all(mark and type(mark) is str for mark in marks)
+    if not texts or len(marks) not in (0, 2):
+        raise ValueError(f"'{_MARKS}' must be two texts or none, got {marks!r:.100}")
+    return tuple(marks)
 
 
 def _hint(prompt: object) -> str:
@@ -403,8 +419,12 @@ def logits_constraints(
     stop_ids: frozenset[int],
     spec: ModelSpec,
     tokenizer: Callable[[], Tokenizer],
+    marks: tuple[str, ...] | None = None,
 ) -> LogitsConstraints | None:
-    """Return a request's constraints, None without any; `ValueError` for unknown tokens."""
+    """Return a request's constraints, None without any; `ValueError` for unknown tokens.
+
+    `marks`: those of thoughts, () for none, None for the ones that the model's template shows.
+    """
     bias = dict(params.logit_bias or {})
     allowed = tuple(sorted({*(params.allowed_token_ids or ())}))
     named = (
@@ -431,7 +451,7 @@ def logits_constraints(
             run for word in params.bad_words or () for run in _spellings(word, tokenizer())
         ),
         allowed_tokens=allowed,
-        thinking=_thought(params, prompt, tokenizer),
+        thinking=_thought(params, prompt, tokenizer, marks),
         guide=None if guided is None else guided.guide(),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
@@ -441,7 +461,10 @@ def logits_constraints(
 
 
 def _thought(
-    params: SamplingParams, prompt: tuple[int, ...], tokenizer: Callable[[], Tokenizer]
+    params: SamplingParams,
+    prompt: tuple[int, ...],
+    tokenizer: Callable[[], Tokenizer],
+    marks: tuple[str, ...] | None,
 ) -> Thought | None:
     """Return what bounds a thought, or what a guide waits for; None where neither is asked for.
 
@@ -458,21 +481,21 @@ def _thought(
             "after_thought; leave one of them out"
         )
     known = tokenizer()
-    marks = thinking_marks("auto", known.chat_template() or "", known.has_token)
     if marks is None:
+        marks = template_marks(known.chat_template(), known.has_token)
+    if not marks:
         if budget is None:
             return None
         raise ValueError(
             "thinking_token_budget needs a model that thinks between marks such as <think>, and "
             "this one's chat template and tokenizer have none; leave it out"
         )
-    begin = known.encode(marks.begin, special=False)
-    end = known.encode(marks.end, special=False)
+    begin, end = (known.encode(mark, special=False) for mark in marks)
     if len(end) != 1:
         if budget is None:
             return None
         raise ValueError(
-            f"thinking_token_budget needs a mark that is one token, and {marks.end!r} is "
+            f"thinking_token_budget needs a mark that is one token, and {marks[1]!r} is "
             f"{len(end)} of this tokenizer; leave it out"
         )
     last = next((token for token in reversed(prompt) if token in (begin[0], end[0])), end[0])

@@ -47,3 +47,9 @@ def thinking_marks(
     shown = (marks for marks in _MARKS if marks.begin in template or marks.end in template)
     known = (marks for marks in _MARKS if has_token(marks.end))
     return next(shown, None) or next(known, None)
+
+
+def template_marks(template: str | None, has_token: Callable[[str], bool]) -> tuple[str, ...]:
+    """Return the marks before and behind the thoughts of a template, () where it has none."""
+    found = thinking_marks("auto", template or "", has_token)
+    return () if found is None else (found.begin, found.end)

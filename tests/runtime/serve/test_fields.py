@@ -405,7 +405,9 @@ def test_thoughts_may_be_switched_on_and_off(server):
     # The demo model has no marks of thoughts, so that none can be closed.
     bounded = asked(MESSAGES, thinking={"type": "enabled", "budget_tokens": 1024})
     status, told = post(server, MESSAGES, bounded)
-    assert status == 400 and "<think>" in told["error"]["message"]
+    said = told["error"]["message"]
+    assert status == 400 and "<think>" in said
+    assert said.startswith("thinking.budget_tokens needs") and "thinking_token_budget" not in said
     assert post(server, MESSAGES, asked(MESSAGES, thinking={"type": "on"}))[0] == 400
     blocks = [
         {"type": "thinking", "thinking": "hm", "signature": "x"},

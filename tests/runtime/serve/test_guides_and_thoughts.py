@@ -25,18 +25,16 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
 
 
-@pytest.fixture(scope="module")
-def thinker(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose tokenizer has marks of thoughts as tokens."""
+def thinker_of(folder: Path, demo_model: Path, template: str) -> Path:
+    """Write a random model whose tokenizer has marks of thoughts as tokens."""
     import tokenizers
     import torch
     import transformers
 
-    folder = tmp_path_factory.mktemp("thinker")
     known = tokenizers.Tokenizer.from_file(str(demo_model / "tokenizer.json"))
-    known.add_tokens(["<think>", "</think>"])
+    known.add_tokens(["<think>", "</think>", "[THINK]", "[/THINK]"])
     known.save(str(folder / "tokenizer.json"))
-    told = {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    told = {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
@@ -54,6 +52,11 @@ def thinker(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def thinker(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return thinker_of(tmp_path_factory.mktemp("thinker"), demo_model, TEMPLATE)
+
+
+@pytest.fixture(scope="module")
 def server(thinker: Path, running: Any) -> Any:
     from llmpq import LLM
 
@@ -61,10 +64,12 @@ def server(thinker: Path, running: Any) -> Any:
         yield made
 
 
-def answer(server: Any, **more: Any) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 60, "seed": 1} | more
+def answer(server: Any, path: str = "/v1/chat/completions", **more: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 60}
+    body |= {"seed": 1} if "chat" in path else {"model": "gpt-test"}
+    body |= more
     request = urllib.request.Request(
-        f"{server.url}/v1/chat/completions",
+        f"{server.url}{path}",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
@@ -105,3 +110,22 @@ def test_a_thought_may_take_all_tokens(server: Any) -> None:
     (choice,) = told["choices"]
     assert choice["finish_reason"] == "length" and not choice["message"]["content"]
     assert told["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 20
+
+
+def test_limits_of_thoughts_are_of_the_template_in_use(
+    demo_model: Path, tmp_path: Path, running: Any
+) -> None:
+    """The model's own template has other marks than the one that the server is given."""
+    from llmpq import LLM
+
+    model = thinker_of(tmp_path, demo_model, TEMPLATE.replace("think>", "THINK]").replace("<", "["))
+    assert "[/THINK]" in (model / "tokenizer_config.json").read_text()
+    with running(lambda: LLM(model, dtype="float32"), chat_template=TEMPLATE) as server:
+        told = answer(server, response_format=FORMAT, thinking_token_budget=6)
+        (choice,), used = told["choices"], told["usage"]
+        assert json.loads(choice["message"]["content"])["a"] in (True, False)
+        assert 0 < used["completion_tokens_details"]["reasoning_tokens"] <= 7
+        thinking = {"type": "enabled", "budget_tokens": 6}
+        told = answer(server, "/v1/messages", thinking=thinking, max_tokens=40)
+        assert [block["type"] for block in told["content"]] == ["thinking", "text"]
+        assert told["content"][1]["text"]

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.text.request_factory import logits_constraints
+from llmpq.runtime.text.request_factory import RequestFactory, _marks_of, logits_constraints
 from llmpq.runtime.token_rules import LogitsConstraints, Thought
 
 pytestmark = pytest.mark.pure
 TOKENS = {"<think>": [7], "</think>": [8], "[THINK]": [7], "[/THINK]": [8, 9]}
 
 
-def budget(prompt, template="{{ '<think>' }}", **params):
+def budget(prompt, template="{{ '<think>' }}", marks=None, **params):
     tokenizer = SimpleNamespace(
         chat_template=lambda: template,
         has_token=lambda text: False,
@@ -22,8 +22,48 @@ def budget(prompt, template="{{ '<think>' }}", **params):
     )
     own = SamplingParams(**{"thinking_token_budget": 5, **params})
     return logits_constraints(
-        own, prompt, frozenset(), SimpleNamespace(vocab=16), lambda: tokenizer
+        own, prompt, frozenset(), SimpleNamespace(vocab=16), lambda: tokenizer, marks
     )
+
+
+def test_marks_that_come_with_the_prompt_go_before_the_models_template():
+    rules = budget((1, 7), template="[THINK]", marks=("<think>", "</think>"))
+    assert rules.thinking == Thought(tokens=5, begin=7, end=8, is_open=True)
+    with pytest.raises(ValueError, match="needs a model that thinks"):
+        budget((1, 7), marks=())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "marks"),
+    [
+        ("a", None),
+        ({"prompt": "a"}, None),
+        ({"prompt": "a", "thinking_marks": ["<t>", "</t>"]}, ("<t>", "</t>")),
+        ({"prompt": "a", "thinking_marks": ()}, ()),
+    ],
+)
+def test_a_prompt_may_have_marks_of_its_own(prompt, marks):
+    assert _marks_of(prompt) == marks
+
+
+@pytest.mark.parametrize("marks", ["ab", ["a"], ["a", ""], [1, 2], None])
+def test_odd_marks_are_refused(marks):
+    with pytest.raises(ValueError, match="'thinking_marks' must be two texts or none, got"):
+        _marks_of({"prompt": "a", "thinking_marks": marks})
+
+
+def test_a_conversation_comes_with_the_marks_of_its_own_template():
+    tokenizer = SimpleNamespace(
+        chat_template=lambda *, tools: "[THINK]",
+        has_token=lambda text: False,
+        render_chat=lambda messages, **how: "a",
+        encode=lambda text, **how: [1],
+    )
+    factory = SimpleNamespace(tokenizer=tokenizer, max_model_len=9)
+    for template, marks in ((None, ("[THINK]", "[/THINK]")), ("<think>", ("<think>", "</think>"))):
+        made = RequestFactory.conversation(factory, [], template=template)
+        assert _marks_of(made) == marks
+    assert _marks_of(RequestFactory.conversation(factory, [], template="{{ x }}")) == ()
 
 
 @pytest.mark.parametrize(
