@@ -137,6 +137,10 @@ def traffic_lines(
         f"engines: {_engines(best)}",
         highest_line(best.rate.rate_per_s, traffic),
     ]
+    if rows > COMPARED:
+        lines.append(f"by the first {COMPARED} requests alone, for comparison:")
+    if rows > COMPARED or objective != "rate":
+        lines.append(f"this plan: {_gives(found.compared, objective)}")
     names = {"card": "best single card", "pipeline": "one pipeline", "replicas": "replicas"}
     for key, name in names.items():
         one = found.beside.get(key)
@@ -148,8 +152,6 @@ def traffic_lines(
         else:
             lines.append(f"{name}: {_gives(one, objective)} ({_engines(one)})")
     searched = f"{found.tried} plans of engines were compared by their steady state"
-    if rows > COMPARED:
-        searched += f", these ways by the first {COMPARED} requests"
     lines.append(searched if found.complete else f"{searched}; --time-limit ended the search")
     return lines
 

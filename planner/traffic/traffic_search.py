@@ -61,6 +61,9 @@ class TrafficAnswer:
     """The best plan for a traffic, and the simple ways beside it."""
 
     best: Valued
+    """As it serves the whole traffic."""
+    compared: Valued
+    """The same as it serves the requests by which it was compared with those beside it."""
     plan: Plan | Topology
     beside: Mapping[str, Valued | None]
     """`card`, `pipeline`, `replicas`, as far as they fit and keep the limits in a steady state."""
@@ -151,10 +154,11 @@ def search_traffic(
         if name == "best" or not valued or search.left_s() > 0:
             one = _valued(search, name, vectors)
             valued += [one] if one is not None else []
-    best = max(valued, key=lambda one: (one.worth(objective), -len(one.engines)))
-    best = _of_all(search, best)
+    compared = max(valued, key=lambda one: (one.worth(objective), -len(one.engines)))
+    best = _of_all(search, compared)
     return TrafficAnswer(
         best=best,
+        compared=compared,
         plan=_plan_file(best, traffic, objective),
         beside=beside,
         tried=len(search.known),

@@ -85,6 +85,41 @@ def test_cards_that_hold_the_model_are_engines_of_their_own(
     assert "replicas: the same" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "unit"),
+    [
+        (["--rate", "max", "--tpot", "0.05"], "requests/s"),
+        (["--rate", "3"], "tokens/s"),
+        (["--rate", "0.5", "--objective", "latency"], "s an answer"),
+    ],
+)
+def test_simpler_ways_are_beside_the_plan_in_one_measure(
+    words: list[str], unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of more requests than plans are compared by: the plan is best in its own column."""
+    _planned(["--devices", "t4,v100", *words, "--requests", "90"], tmp_path / "plan.json")
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    first = lines.index("by the first 64 requests alone, for comparison:")
+    found = {}
+    for line in lines[first + 1 : first + 5]:
+        name, _, said = line.partition(": ")
+        found[name] = None if said == "the same" else float(said.split()[0])
+        assert found[name] is None or f" {unit}" in said
+    assert set(found) == {"this plan", "best single card", "one pipeline", "replicas"}
+    own = found.pop("this plan")
+    assert own is not None
+    others = [value for value in found.values() if value is not None]
+    assert others and (own <= min(others) if "answer" in unit else own >= max(others))
+
+
+def test_few_requests_are_all_compared_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _planned(["--devices", "t4", "--rate", "3"], tmp_path / "plan.json")
+    text = capsys.readouterr().out
+    assert "requests alone" not in text and "this plan: " in text
+
+
 def test_a_run_takes_the_step_and_the_requests_of_the_plan(tmp_path: Path) -> None:
     words = ["--devices", "t4", "--rate", "4", "--tpot", "0.05"]
     plan = _planned(words, tmp_path / "plan.json")
