@@ -37,11 +37,6 @@ class TextCompletion:
             body.structured_outputs = guide
         # OpenAI's default of best_of is 1: clients send it along with any n.
         self._n, self._best_of = body.n, max(body.n, body.best_of or 0) if body.n > 0 else body.n
-        most = service.settings.max_n
-        if self._best_of > max(most, self._n):
-            raise ApiError(
-                400, f"best_of may be at most {most}, got {self._best_of}", param="best_of"
-            )
         wanted = int(body.logprobs) if body.logprobs else body.logprobs
         self._logprobs = None if wanted is None or wanted is False else int(wanted)
         max_tokens = body.max_tokens
@@ -76,6 +71,7 @@ class TextCompletion:
             priority=body.priority,
             cache_salt=body.cache_salt,
             guided_by=self._guided_by,
+            n_field="best_of" if self._best_of > self._n else "n",
         )
 
     async def whole(self) -> dict[str, Any]:

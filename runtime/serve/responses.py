@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
@@ -169,6 +169,17 @@ def _chat_of(body: ResponsesBody, messages: list[Data]) -> ChatBody:
         raise ApiError(400, text, param="input") from None
 
 
+@contextmanager
+def _said_of_input() -> Iterator[None]:
+    """Have what is wrong with a chat's messages said of the input."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param == "messages":
+            error.param = "input"
+        raise
+
+
 class Responses:
     """One request of /v1/responses."""
 
@@ -182,15 +193,18 @@ class Responses:
 
     async def begin(self) -> list[ResponseStream]:
         """Queue the conversation."""
-        return await self._chat.begin()
+        with _said_of_input():
+            return await self._chat.begin()
 
     async def num_tokens(self) -> int:
         """Return how many tokens the conversation has."""
-        return len(await self._chat.prompt())
+        with _said_of_input():
+            return len(await self._chat.prompt())
 
     async def whole(self) -> Data:
         """Return the answer."""
-        answer = await self._chat.whole()
+        with _said_of_input():
+            answer = await self._chat.whole()
         choice = answer["choices"][0]
         message, output = choice["message"], []
         calls = message.get("tool_calls", ())

@@ -227,13 +227,14 @@ class Service:
         cache_salt: str | None = None,
         guided_by: str = "structured_outputs",
         tools: bool = False,
+        n_field: str = "n",
     ) -> list[ResponseStream]:
         """Begin the answers to prompts; all or none.
 
         A prompt may be a function that makes it, called once there is room for its answers. The
         caller then reads the answers by `choices`, or drops them by `give_up`.
         `guided_by`: the field of the request that says what the text must be. `tools`: the prompts
-        are of the template for tools.
+        are of the template for tools. `n_field`: the field that says how many answers each gets.
         """
         llm, limits = self.ready(), self.settings
         self.check_stages(llm)
@@ -244,14 +245,16 @@ class Service:
                 param="prompt",
             )
         if params.n > limits.max_n:
-            raise ApiError(400, f"n may be at most {limits.max_n}, got {params.n}", param="n")
+            raise ApiError(
+                400, f"{n_field} may be at most {limits.max_n}, got {params.n}", param=n_field
+            )
         asked = len(prompts) * params.n
         if asked > limits.max_requests:  # it would be refused however long it waits
             raise ApiError(
                 400,
                 f"a request may ask for {limits.max_requests} answers, got {len(prompts)} prompts "
-                f"with n={params.n}; split it",
-                param="n",
+                f"with {n_field}={params.n}; split it",
+                param=n_field,
             )
         if self.num_under_way + asked > limits.max_requests:
             raise ApiError(

@@ -314,14 +314,24 @@ def test_a_streams_usage_comes_once_at_its_end_where_it_is_asked_for(server, doo
     [
         ({"n": 129}, "n"),
         ({"best_of": 129}, "best_of"),
+        ({"n": 3, "best_of": 129}, "best_of"),
+        ({"n": 129, "best_of": 129}, "n"),
+        ({"n": 129, "best_of": 2}, "n"),
         ({"prompt": ["a"] * 64, "n": 9}, "n"),
-        ({"prompt": ["a"] * 64, "best_of": 9}, "n"),
+        ({"prompt": ["a"] * 64, "best_of": 9}, "best_of"),
+        ({"prompt": ["a"] * 64, "n": 9, "best_of": 1}, "n"),
         ({"prompt": ["a"] * 65}, "prompt"),
     ],
 )
 def test_answers_of_one_request_are_bounded_together(server, fields, param):
     status, told = post(server, COMPLETIONS, asked(COMPLETIONS, **fields))
     assert status == 400 and told["error"]["param"] == param
+    message = told["error"]["message"]
+    assert (
+        message.startswith(f"{param} may")
+        or f"{param}={fields.get(param)}" in message
+        or (param == "prompt")
+    )
 
 
 @pytest.mark.parametrize("door", [CHATS, COMPLETIONS, RESPONSES])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
@@ -140,6 +141,23 @@ def test_results_of_tools_are_read_as_a_chat_reads_them(server, client):
     )
     assert whole.output_text == "noon"
     assert whole.usage.input_tokens == same.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", '"zone"'])
+def test_a_broken_call_of_the_history_is_said_of_the_input(client, arguments):
+    import openai
+
+    call = {"type": "function_call", "call_id": "c", "name": "clock", "arguments": arguments}
+    talk = [{"role": "user", "content": "a"}, call]
+    doors = (
+        client.responses.create,
+        partial(client.responses.create, stream=True),
+        client.responses.input_tokens.count,
+    )
+    for door in doors:
+        with pytest.raises(openai.BadRequestError, match="must be a JSON object") as caught:
+            door(model="demo-7m", input=talk)
+        assert caught.value.param == "input"
 
 
 def test_conversations_go_on_from_what_is_stored(client):
