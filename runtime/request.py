@@ -27,16 +27,23 @@ class ContextLengthError(ValueError):
     """A prompt, or a prompt and its answer, for which there is no room."""
 
 
-def too_long(length: int, room: int, *, counted: bool = True) -> ContextLengthError:
+def too_long(
+    length: int, room: int, *, max_positions: int | None = None, counted: bool = True
+) -> ContextLengthError:
     """Return the error of a prompt that leaves no room for an answer.
 
+    `max_positions`: the model's, where they are known: no option gives more room than those.
     `counted`: else it has so many tokens at least, by the length of its text.
     """
     least = "" if counted else "at least "
+    begin = f"the prompt is too long: it has {least}{length} tokens, and the maximum context length"
+    if max_positions is not None and room >= max_positions:
+        return ContextLengthError(
+            f"{begin} of the model is {room} with the answer (it has so many positions); shorten it"
+        )
     return ContextLengthError(
-        f"the prompt is too long: it has {least}{length} tokens, and the maximum context length of "
-        f"the model and its KV cache is {room} with the answer; shorten it, or give more with "
-        "max_model_len or another plan"
+        f"{begin} of the model and its KV cache is {room} with the answer; shorten it, or give "
+        "more with max_model_len or another plan"
     )
 
 

@@ -31,6 +31,8 @@ class PoolLimits:
     """Requests that may run at once."""
     max_len: int
     """Tokens of a prompt and its answer (the model's positions or less)."""
+    max_positions: int | None = None
+    """The model's, if known, for what is said of prompts that are too long."""
     step_tokens: int
     """Tokens of a step, unless rows that decode, and their drafts, are more."""
     mixed_tokens: int | None = None
@@ -121,7 +123,7 @@ class PoolLimits:
         if length == self.room <= self._cached and request.max_new == 1:
             return
         if length >= self.room:
-            raise too_long(length, self.room)
+            raise too_long(length, self.room, max_positions=self.max_positions)
         if length + request.max_new > self.room:
             raise ContextLengthError(
                 f"a prompt of {length} tokens and {request.max_new} new ones exceed the {self.room}"

@@ -81,7 +81,7 @@ class RequestFactory:
         self._spec, self._limits = spec, limits
         self.max_len = min(limits.max_model_len, spec.max_positions) - 1
         """Tokens of a prompt and its answer that are run: all but the answer's last."""
-        self._tokenizer: Future[Tokenizer] = _begun(directory)
+        self._tokenizer: Future[Tokenizer] = _begun(directory, spec)
         self._guides = GrammarCompiler(directory, vocab=spec.vocab, end_ids=spec.eos_token_ids)
         self.wait_for_guide: Callable[[Guide], None] | None = None
         """Called before a request with a new guide is queued, once there is an engine."""
@@ -187,7 +187,7 @@ class RequestFactory:
             stream=stream,
         )
         if params.max_tokens != 0 and len(tokens) >= self.max_model_len:
-            raise too_long(len(tokens), self.max_model_len)
+            raise too_long(len(tokens), self.max_model_len, max_positions=self._spec.max_positions)
         self._limits.check(first)
         seed = random.getrandbits(62) if params.seed is None else params.seed
         with self._lock:
@@ -363,10 +363,10 @@ def listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     return [tokens] if tokens else several  # type: ignore[return-value]
 
 
-def _begun(directory: Path) -> Future[Tokenizer]:
+def _begun(directory: Path, spec: ModelSpec) -> Future[Tokenizer]:
     """Read the tokenizer while the stages load: importing transformers takes seconds."""
     pool = ThreadPoolExecutor(max_workers=1)
-    future = pool.submit(Tokenizer, directory)
+    future = pool.submit(Tokenizer, directory, max_positions=spec.max_positions)
     pool.shutdown(wait=False)
     return future
 

@@ -110,8 +110,10 @@ A long text is refused by its length, if it surely has too many tokens, before i
 class Tokenizer:
     """A model's fast tokenizer; nothing is ever downloaded."""
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, *, max_positions: int | None = None) -> None:
+        """`max_positions`: the model's, if known, for what is said of texts that are too long."""
         self._inner = _load(Path(directory))
+        self._max_positions = max_positions
         self._backend.no_truncation()  # as a tokenizer.json may have it
         self._backend.no_padding()
 
@@ -131,7 +133,7 @@ class Tokenizer:
         if room is not None and long and self._bytes_of_token is not None:
             least = -(-size // self._bytes_of_token)
             if least > room:
-                raise too_long(least, room, counted=False)
+                raise too_long(least, room, max_positions=self._max_positions, counted=False)
         # A batch, as Transformers does: other threads go on meanwhile, which `encode` has wait.
         [found] = self._backend.encode_batch_fast([text], add_special_tokens=special)
         tokens: list[int] = found.ids

@@ -254,12 +254,27 @@ def test_the_longest_request_is_what_may_be_asked_for(demo_model, make_plan, llm
     assert len(answer.outputs[0].token_ids) == 2
     with pytest.raises(ValueError, match="is 1024 with the answer"):
         llm.generate([[5] * most], SHORT)
-    for limit in (most, 100):
-        with LLM(demo_model, max_model_len=limit, backend="threads", start=False) as other:
-            assert other.max_model_len == limit
     plan = make_plan(demo_model, batch=32, prompt_len=32, gen_len=100)
     with LLM(plan=plan, start=False) as planned:
         assert planned.max_model_len == most
+
+
+@pytest.mark.parametrize("limit", [1024, 100])
+def test_what_gives_a_long_prompt_room_is_said_where_anything_does(demo_model, limit):
+    """Not where the model has no more positions: tokens, texts, conversations and scored ones."""
+    said = r"\(it has so many positions\); shorten it$"
+    if limit < 1024:
+        said = "; shorten it, or give more with max_model_len or another plan$"
+    scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    long = "word " * 9000
+    with LLM(demo_model, max_model_len=limit, start=False) as other:
+        assert other.max_model_len == limit
+        for prompt, params in (([5] * limit, SHORT), (long, SHORT), ([5] * (limit + 2), scored)):
+            with pytest.raises(ValueError, match=rf"is {limit} with the answer.*{said}"):
+                other.prepare(prompt, params)
+        with pytest.raises(ValueError, match=rf"is {limit} with the answer.*{said}"):
+            other.chat([{"role": "user", "content": long}], chat_template=TEMPLATE)
+        assert other.prepare([5] * (limit - 1), SHORT).tokens
 
 
 def test_a_model_without_tokenizer_files_runs_on_token_ids(demo_model, tmp_path):

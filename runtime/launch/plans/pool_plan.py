@@ -143,6 +143,7 @@ class PoolPlan:
             window_blocks=size.window_blocks,
             max_rows=size.slots,
             max_len=size.max_len,
+            max_positions=self.spec.max_positions,
             step_tokens=self._step_tokens,
             mixed_tokens=self._mixed_tokens,
             fill_tokens=self._fill_tokens,
