@@ -166,7 +166,7 @@ def test_parameters_that_cannot_be_met_are_refused(options, said):
 def test_prompts_that_can_never_run_are_refused_and_leave_the_engine_well(one, wanted):
     for prompt, said in (
         ("", "no tokens"),
-        ("x y " * 900, "cache is 1024 with the answer"),
+        ("x y " * 900, "of the model is 1024 with the answer"),
         ([5, 99999], "token 99999 is not in the vocabulary"),
         ({"text": "a"}, "prompt_token_ids, got"),
         (3.5, "a text or a list of token ids"),
