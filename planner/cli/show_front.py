@@ -14,6 +14,7 @@ from llmpq.pictures.plan_page import Beside, plan_page
 from llmpq.plan import Plan
 from llmpq.planner.answer import checked_plan
 from llmpq.planner.cli.arguments import DEFAULT_POINTS
+from llmpq.planner.cli.long_search import line_if_long
 from llmpq.planner.cli.show_plan import (
     check_outputs,
     one_pipeline_notes,
@@ -58,7 +59,8 @@ def show_front(
     if points < 2:
         raise ValueError(f"--pareto-points must be at least 2, got {points}")
     check_outputs(request)
-    front = list_front(problem, options, path, points)
+    with line_if_long("looking for the plans of the front", options.time_limit_s):
+        front = list_front(problem, options, path, points)
     unit = problem.sensitivity.four_bit_omega()
     chosen = chosen_row(front.plans, options, problem.theta, unit)
     text = json.dumps({**_content(front), "chosen": chosen}, indent=1) + "\n"

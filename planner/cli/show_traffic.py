@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llmpq.planner.answer import solve_options
+from llmpq.planner.cli.long_search import line_if_long
 from llmpq.planner.cli.own_dtype import instead_of_float32
 from llmpq.planner.cli.report import print_plan, remarks_of
 from llmpq.planner.cli.show_plan import check_outputs, open_console, read_job, say, write_report
@@ -63,7 +64,9 @@ def show_traffic(request: PlanRequest) -> None:
             f"the traffic has requests of {lengths.longest:,} tokens, prompt and answer together, "
             f"and {job.problem.spec.name} has {most:,} positions: leave those out of it"
         )
-    found = search_traffic(job.problem, job.options, job.path, traffic, objective)
+    doing = f"planning engines and simulating them under {len(traffic.arrivals)} requests"
+    with line_if_long(doing, job.options.time_limit_s):
+        found = search_traffic(job.problem, job.options, job.path, traffic, objective)
     plan = found.plan
     if request.output:
         plan.save_json(request.output)
