@@ -160,6 +160,7 @@ class StageModel(nn.Module):
                 shared = {"output.weight": embedding.tokens_Vh}
             tensors = source.head(dtype, with_output=not shared)
             head = builder.head(tensors, shared, scheme(head_precision))
+        made_by = replace(builder, on_matrix=None)  # who reports progress may hold the model
         made = cls(
             own,
             [*built.values()],
@@ -168,7 +169,7 @@ class StageModel(nn.Module):
             whole=spec,
             is_last=last,
             reduce=None if split is None else split.reduce,
-            held=HeldParts(builder, schemes, built, embedding, head, head_key),
+            held=HeldParts(made_by, schemes, built, embedding, head, head_key),
         )
         made.num_held = len(built) - len(missing)
         if split is not None and last and cuts_head and scheme(head_precision) is None:
