@@ -22,7 +22,7 @@ commands, each with its own --help (flags alone mean `run`):
   serve   OpenAI's API and a page to chat   bench    the speed of equally long prompts
   chat    in the terminal                   eval     how well a text is predicted (perplexity)
   check   whether a plan can run here       report   what of a run may be shown to others
-  convert pytorch_model.bin as safetensors
+  convert pytorch_model.bin as safetensors  devices  add one to, or drain one of, a run or server
 Make a plan: llmpq-algo --model DIR --cluster my.yaml -o plan.json"""
 
 
