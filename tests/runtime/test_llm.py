@@ -313,7 +313,7 @@ def test_transformers_is_imported_once_it_is_open(demo_model, monkeypatch):
     """Else the caller's own import beside it gets half a module."""
     read = []
 
-    def slowly(directory):
+    def slowly(directory, **options):
         time.sleep(1.0)
         read.append(directory)
         raise ValueError("no tokenizer here")
