@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -21,6 +23,8 @@ from lost_gpu import generated, stages_of
 
 from llmpq import LLM, SamplingParams
 from llmpq.cluster import Cluster
+from llmpq.cost_model import CostModel
+from llmpq.costs_cache import store_costs
 
 PROMPT, GENERATED = 64, 128
 
@@ -38,10 +42,11 @@ def main() -> None:
     first = [int(count) for count in given.threads.split(",")]
     with tempfile.TemporaryDirectory() as name:
         write_config(Path(name), given.hidden, given.layers)
+        more = cluster([*first, given.more])
+        profile(Path(name), more, given.requests)
         with LLM(
             name,
             cluster=cluster(first),
-            profile=True,
             load_format="dummy",
             backend="processes",
             dtype="float32",
@@ -50,7 +55,18 @@ def main() -> None:
             use_tqdm=False,
         ) as llm:
             print(f"before: {stages_of(llm.plan)}", flush=True)
-            measure(llm, given, cluster([*first, given.more]))
+            measure(llm, given, more)
+
+
+def profile(folder: Path, devices: Cluster, requests: int) -> None:
+    """Measure layers of 16 bits of every kind of device, and keep the costs where `LLM` looks."""
+    described, costs = folder / "cluster.yaml", folder / "costs.json"
+    described.write_text(json.dumps(devices.model_dump(mode="json", by_alias=True)))
+    job = ["--bits", "16", "--kv", "16", "--dtype", "float32", "--quick"]
+    sizes = ["--max-batch", str(requests), "--max-len", str(PROMPT + GENERATED)]
+    where = ["--model", str(folder), "--cluster", str(described), "-o", str(costs)]
+    subprocess.run([sys.executable, "-m", "llmpq.profiler", *where, *job, *sizes], check=True)
+    store_costs(CostModel.load_json(costs))
 
 
 def measure(llm: LLM, given: argparse.Namespace, more: Cluster) -> None:
