@@ -111,6 +111,7 @@ def _plan(request: requests.PlanRequest) -> None:
             f"--objective {request.objective} is of live traffic: give --trace FILE, or --prompt, "
             "--gen and --rate"
         )
+    from llmpq.planner.cli.long_search import line_if_long
     from llmpq.planner.cli.show_plan import make_and_show, read_job
 
     job = read_job(request)
@@ -120,7 +121,8 @@ def _plan(request: requests.PlanRequest) -> None:
 
             show_front(request, job.problem, job.options, job.path)
         else:
-            make_and_show(request, job)
+            with line_if_long("looking for the best plan", job.options.time_limit_s):
+                make_and_show(request, job)
     except DoesNotFitError:
         for note in job.notes:
             if note.startswith("assumed: "):

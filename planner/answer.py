@@ -17,6 +17,7 @@ from llmpq.planner.problem.make_problem import parse_kv, stated_theta
 from llmpq.planner.problem.outcome import OPTIMAL_GAP, Outcome
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.solving.device_groups import may_group
 from llmpq.planner.solving.methods import NO_PLAN, SolveOptions
 from llmpq.planner.solving.plan_search import nothing_fits, search_plan, variants_with_room
 from llmpq.planner.solving.worker import plan_in_child, topology_in_child
@@ -130,12 +131,25 @@ def answer_topology(
         _engine_answer(problem, one, options, path, bound_of_one) for one in found.engines
     )
     topology = _topology(problem, found, plans, options, theta) if plans else None
-    if topology is not None and exactly is None:
+    if topology is not None and exactly in (None, 1):
         least = _reported(best.plan, 1, theta)
         most = max(_reported(one.plan, one.waves, theta) for one in topology.engines)
         if most * found.gain >= least:  # step by step it is not better
             topology = None
     return TopologyAnswer(topology=topology, plans=plans, found=found, known=known, pipeline=best)
+
+
+def one_engine(
+    problem: Problem, best: Answer, options: SolveOptions, path: str | None
+) -> TopologyAnswer | None:
+    """Return whether one engine whose stages may be groups of a node's devices is better.
+
+    `best`: the best pipeline. None where devices cannot be in any group.
+    """
+    if options.method != "exact" or not (options.groups and may_group(problem)):
+        return None
+    found = answer_topology(problem, best, options, path, exactly=1)
+    return found if found.single is not None else replace(found, topology=None, plans=())
 
 
 def pipeline_below(

@@ -21,7 +21,7 @@ from llmpq.default_dtype import dtype_note
 from llmpq.errors import DoesNotFitError, unknown_name
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, Prefer
-from llmpq.planner.answer import Answer, answer, solve_options
+from llmpq.planner.answer import Answer, answer, one_engine, solve_options
 from llmpq.planner.evaluate.simulator import reported_time, step_note
 from llmpq.planner.limits import positions_note
 from llmpq.planner.problem.known_plan import KnownPlan
@@ -65,7 +65,7 @@ def make_plan(
     tensor_parallel: int | str | None = None,
     time_limit_s: float = 60.0,
 ) -> Plan:
-    """Return the best plan of a job, as `llmpq-algo` makes it with the flags of these names.
+    """Return the best plan of one engine, as `llmpq-algo --engines 1` and the flags of these names.
 
     The devices are `devices` ("4090,3090:2,cpu"), those of a cluster file, or this machine's. Of
     `prompt_len` (512 tokens unless said) and `context`, prompt and answer together, one is given.
@@ -113,16 +113,19 @@ def make_plan(
 
     problem, path, _ = make_problem(request)
     best, refused = None, ""
+    options = solve_options(request, problem.cluster)
     try:
-        best = answer(problem, solve_options(request, problem.cluster), path)
+        best = answer(problem, options, path)
     except NothingFitsError as error:
         refused = str(error)  # worked out here, so that its flags become arguments
     own = in_own_dtype(request, problem, best, path)
     if own is not None:
         best, _ = own
+        problem = best.problem
     if best is None:
         raise DoesNotFitError(refused)
-    return best.plan
+    shared = one_engine(problem, best, options, path)
+    return (best if shared is None else shared.single or best).plan
 
 
 EXAMPLES = {"devices": '"4090,3090:2,cpu"', "bits": '"4,8"', "kv": '"16,8"', "reserve": '"1GiB"'}

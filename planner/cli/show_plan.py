@@ -21,6 +21,7 @@ from llmpq.planner.answer import (
     TopologyAnswer,
     answer,
     answer_topology,
+    one_engine,
     pipeline_below,
     solve_options,
     solved,
@@ -109,9 +110,8 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         best, said = own
         problem = best.problem
         if several is not None:  # of the job with all cards
-            exactly = num_engines(request.engines)
             shared = _may_share(request, problem, options)
-            several = _topology(problem, best, options, path, exactly) if shared else None
+            several = _several(request, problem, best, options, path) if shared else None
         notes = [said if "no bfloat16" in note else note for note in notes]
         job = replace(job, problem=problem, notes=notes)
     if several is not None and several.single is not None:
@@ -138,7 +138,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     from llmpq.planner.evaluate.simulator import step_note
 
     beside = bits_lines(best, options)
-    if request.engines != "1":
+    if request.engines != "1" or several is not None:
         beside += topology_lines(best, several, num_engines(request.engines))
         if several is None and problem.workload.batch > 1:
             beside += [ONE_FITS] if _may_ask(request, problem, options) else []
@@ -194,9 +194,9 @@ def _best(
     if not _may_share(request, problem, options):
         return answer(problem, options, path), None
     exactly = num_engines(request.engines)
-    if exactly is None and not _may_divide(problem, options):
+    if exactly == 1 or (exactly is None and not _may_divide(problem, options)):
         best = answer(problem, options, path)
-        return best, _topology(problem, best, options, path, exactly)
+        return best, _several(request, problem, best, options, path)
     best = _quick(problem, options, path)
     found = _topology(problem, best, options, path, exactly)
     if exactly is not None or found.known.bound * (1 + TOPOLOGY_GAP) >= found.known.value:
@@ -264,7 +264,10 @@ def _may_share(request: PlanRequest, problem: Problem, options: SolveOptions) ->
             f"--engines {exactly} needs as many devices and rows, got {devices} devices and "
             f"--batch {rows}; ask for fewer"
         )
-    return exactly != 1 and min(devices, rows) > 1
+    if exactly == 1:
+        alone = _is_alone(request, options) or bool(asked_of_one(request))
+        return not alone and options.groups and may_group(problem)
+    return min(devices, rows) > 1
 
 
 def _may_ask(request: PlanRequest, problem: Problem, options: SolveOptions) -> bool:
@@ -279,6 +282,16 @@ def _may_divide(problem: Problem, options: SolveOptions) -> bool:
     from llmpq.planner.solving.topologies import two_fit
 
     return problem.workload.batch > 1 and two_fit(problem, options)
+
+
+def _several(
+    request: PlanRequest, problem: Problem, best: Answer, options: SolveOptions, path: str | None
+) -> TopologyAnswer | None:
+    """Return the best topology of so many engines as are asked for, beside the best pipeline."""
+    exactly = num_engines(request.engines)
+    if exactly == 1:
+        return one_engine(problem, best, options, path)
+    return _topology(problem, best, options, path, exactly)
 
 
 def _topology(

@@ -51,6 +51,8 @@ def topology_lines(
     ):
         if one is None and name in ("equal replicas", "even tensor parallel"):
             continue
+        if exactly == 1 and name in ("one engine a card", "equal replicas"):
+            continue
         lines.append(f"{name}: {_simple_text(one, rows)}")
     lines += _searched(found)
     if found.topology is None:
@@ -86,9 +88,11 @@ def _verdict(found: TopologyAnswer, exactly: int | None) -> str:
         sure = "no bound over topologies is known"
     elif gap <= PROVEN_GAP:
         others = "topology is" if exactly is None else f"{exactly} engines are"
+        others = "one engine is" if exactly == 1 else others
         sure = f"proven: no {others} better by more than {TOPOLOGY_GAP:.1%}"
     else:
         what = "topology" if exactly is None else f"{exactly} engines"
+        what = "one engine" if exactly == 1 else what
         sure = f"the best {what} found, at most {gap:.1%} above the best there may be"
     return f"engines: {words} ({sure})"
 

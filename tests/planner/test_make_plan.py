@@ -29,6 +29,16 @@ def test_devices_may_share_a_stage(shares: int | str) -> None:
     assert [len(stage.devices) for stage in plan.stages] == [2]
 
 
+def test_devices_share_a_stage_where_one_engine_gains_by_it() -> None:
+    job = {"devices": "5090,3080:2", "batch": 1, "gen_len": 64}
+    shared = llmpq.make_plan("gemma-3-27b", **job)
+    assert [stage.shares for stage in shared.stages] == [(7, 2, 2)]
+    alone = llmpq.make_plan("gemma-3-27b", **job, tensor_parallel=1)
+    assert shared.predicted is not None and alone.predicted is not None
+    assert shared.predicted.sum_omega <= alone.predicted.sum_omega
+    assert shared.predicted.total_s * 1.05 < alone.predicted.total_s
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [

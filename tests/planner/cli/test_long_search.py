@@ -63,6 +63,7 @@ def test_a_short_search_and_one_without_a_terminal_say_nothing(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--gen-len", "16"], "looking for the best plan"),
         (["--pareto", "--pareto-points", "3"], "looking for the plans of the front"),
         (
             ["--prompt", "64", "--gen", "16", "--rate", "2", "--requests", "8"],
@@ -70,7 +71,7 @@ def test_a_short_search_and_one_without_a_terminal_say_nothing(
         ),
     ],
 )
-def test_the_front_and_live_traffic_have_a_line(
+def test_every_search_has_a_line(
     words: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = at_terminal(monkeypatch)

@@ -79,12 +79,15 @@ def test_one_request_leaves_the_slower_card_out_and_says_so(planned: Any) -> Non
     assert plan.workload.requests == "1 request" and ": 1 request of 512 + " in lines[0]
 
 
-def test_one_engine_is_the_plan_of_before(planned: Any, tmp_path: Path) -> None:
+def test_one_engine_is_the_plan_of_make_plan(planned: Any, tmp_path: Path) -> None:
     words = ["--devices", "3090:2", "--model", "opt-1.3b", "--batch", "8", *JOB]
     plan, lines = planned(*words, "--engines", "1")
     assert isinstance(plan, Plan)
     alone = make_plan("opt-1.3b", devices="3090:2", batch=8, prompt_len=512, gen_len=256)
     assert plan == alone
+    assert any(line.startswith("engines: one engine (") for line in lines)
+    assert not any(line.startswith(("one engine a card", "equal replicas")) for line in lines)
+    _, lines = planned(*words, "--engines", "1", "--tensor-parallel", "1")
     assert not any(line.startswith(("engines:", "best pipeline")) for line in lines)
 
 
