@@ -54,14 +54,35 @@ _CASED_LETTERS = (
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _BY_THREE = _APOSTROPHES + _WORDS % "{1,3}"
+_SEED = (
+    _APOSTROPHES + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+LLAMA3 = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "lfm2",
+    "pixtral",
+    "falcon3",
+    "falcon-h1",
+    "midm-2.0",
+)
+_DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _MARKED)
 PATTERNS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "olmo", "phi-2"), (GPT2,)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (_BY_THREE,)),
+    **dict.fromkeys(("gpt-2", "olmo", "phi-2", "exaone4", "trillion", "granite-docling"), (GPT2,)),
+    **dict.fromkeys((*LLAMA3, "dbrx", "smaug-bpe"), (_BY_THREE,)),
     **dict.fromkeys(("glm4", "chatglm-bpe"), (_BY_THREE,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_APOSTROPHES + _WORDS % "",)),
-    **dict.fromkeys(("smollm", "refact", "starcoder"), (r"\p{N}", GPT2)),
-    "gpt-4o": (_CASED % (_ENDINGS, _ENDINGS, "{1,3}"),),
-    "deepseek-v3": (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _MARKED),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "solar-open"),
+        (_APOSTROPHES + _WORDS % "",),
+    ),
+    **dict.fromkeys(
+        ("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone"), (r"\p{N}", GPT2)
+    ),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_CASED % (_ENDINGS, _ENDINGS, "{1,3}"),)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
+    "seed-coder": (_SEED,),
     "deepseek-llm": (
         r"[\r\n]",
         rf"\s?[{_CASED_LETTERS}]+",
@@ -74,8 +95,9 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "tekken": (_CASED % ("", "", ""),),
 }
 """`tokenizer.ggml.pre` -> the patterns that text is cut by, one after the other."""
-WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Where a word that is a token is not merged from parts (`ignore_merges`)."""
+WHOLE_WORDS_FIRST = (*LLAMA3, "tekken")
+"""Where a word that is a token is not merged from parts (`ignore_merges`), and a text begins with
+its token where the file does not say whether it does."""
 NFC = ("qwen2", "deepseek-r1-qwen")
 """Where characters are composed first, as the models' own tokenizers do."""
 
@@ -121,7 +143,8 @@ def tokenizer_of(file: GgufFile) -> Any:
         )
     backend = BUILDERS[kind](file, tokens, types)
     _add_special(backend, tokens, types, normalized=kind == "llama")
-    _add_ends(backend, file, tokens, default_bos=kind == "llama")
+    by_itself = kind == "llama" or metadata.get(KEY + "pre") in WHOLE_WORDS_FIRST
+    _add_ends(backend, file, tokens, default_bos=by_itself)
     names = {
         f"{name}_token": tokens[place]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))

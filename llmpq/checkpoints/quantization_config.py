@@ -40,7 +40,12 @@ AUTO_ROUND = {
     "auto_round:awq": {"quant_method": "awq", "version": "gemm"},
 }
 """AutoRound's `packing_format` -> the form that it is: zero points less one, or as they are."""
-MODELOPT = {"NVFP4": 4, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8, "FP8_PB_WO": 8}
+NVFP4 = ("NVFP4", "W4A16_NVFP4")
+"""ModelOpt's `quant_algo` of the same codes, for inputs of 4 and of 16 bits."""
+MODELOPT = {
+    **dict.fromkeys(NVFP4, 4),
+    **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"), 8),
+}
 """ModelOpt's `quant_algo` of a linear that are read -> bits."""
 MODELOPT_BLOCK = [128, 128]
 """Rows and columns that share a scale of ModelOpt's FP8_PB_WO."""

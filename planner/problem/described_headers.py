@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmpq.checkpoints.quantization_config import OWN_FORM, fp8_block
+from llmpq.checkpoints.quantization_config import NVFP4, OWN_FORM, fp8_block
 from llmpq.families import FAMILIES
 from llmpq.model_spec import LinearShape, ModelSpec
 
@@ -24,8 +24,8 @@ Tensors = Iterator[tuple[str, str, list[int]]]
 """Name, dtype and shape of each."""
 BNB_BLOCK = 64
 """Weights that share a scale of bitsandbytes."""
-NVFP4, FP8_BY_ROW = "NVFP4", "FP8_PER_CHANNEL_PER_TOKEN"
-"""ModelOpt's `quant_algo` of 4 bits, and of a scale a row."""
+FP8_BY_ROW = "FP8_PER_CHANNEL_PER_TOKEN"
+"""ModelOpt's `quant_algo` of a scale a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ def _modelopt(piece: Piece, described: Mapping[str, Any]) -> Tensors:
     else:
         if described.get("quantized_layers"):
             return
-    if algorithm == NVFP4:
+    if algorithm in NVFP4:
         yield f"{piece.name}.weight", "U8", [piece.rows, piece.columns // 2]
         yield f"{piece.name}.weight_scale", "F8_E4M3", [piece.rows, piece.columns // 16]
         yield f"{piece.name}.weight_scale_2", "F32", []

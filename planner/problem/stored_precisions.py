@@ -397,7 +397,7 @@ def _fp8_layers(file_of: Mapping[str, AnyHeader], described: Mapping[str, Any]) 
     found = set()
     for name, header in file_of.items():
         layer = LAYER.search(name)
-        if layer is not None and name.endswith(".weight"):
+        if layer is not None and (name.endswith(".weight") or f"{name}_scale_inv" in file_of):
             found |= {int(layer[1])} if header.tensors[name]["dtype"] == "F8_E4M3" else set()
     return found if is_kept_block(fp8_block(described)) else set()
 

@@ -1,7 +1,8 @@
 """Stored forms that become values when they are read, and are rounded as the plan says.
 
-    NAME.weight float8           weight_scale (one, a row, a block), or weight_scale_inv (blocks);
-                                 kept as codes (`fp8_codes`) where the plan has 8 bits
+    NAME.weight float8           weight_scale (one, a row, a block), or weight_scale_inv (one, or
+                                 blocks); kept as codes (`fp8_codes`) where the plan has 8 bits
+    NAME float8 [E, N, K]        experts: NAME_scale_inv [E, 1, 1], or blocks; so, too
     NAME.qweight, weight_packed  4 and 8 bits whose groups our kernels do not take: 32 or 64
                                  weights, or channels ordered by activation (g_idx)
 
@@ -25,14 +26,20 @@ from llmpq.kernels.weights.integer_values import (
     values_of_gptq,
     values_of_packed,
 )
+from llmpq.runtime.weights.sources import ROW, stored_name
 
 Read = Callable[[str], Tensor]
 """A tensor of the checkpoint by its own name."""
 
 
+def fp8_name(stem: str) -> str:
+    """Return what a linear's codes are called: a tensor, or an expert's row of one."""
+    return stem if ROW.fullmatch(stem) else f"{stem}.weight"
+
+
 def fp8_values(stem: str, held: Mapping[str, str], read: Read, block: Any) -> Tensor:
     """Return float32 [N, K] of FP8 codes; `held`: names of the checkpoint's tensors."""
-    return from_fp8(read(f"{stem}.weight"), *_fp8_scale(stem, held, read, block))
+    return from_fp8(read(fp8_name(stem)), *_fp8_scale(stem, held, read, block))
 
 
 def fp8_codes(
@@ -48,7 +55,7 @@ def fp8_codes(
     pieces = []
     for stem in stems:
         scale, blocks = _fp8_scale(stem, held, read, block)
-        pieces.append(fp8_weight(read(f"{stem}.weight"), scale, blocks, dtype))
+        pieces.append(fp8_weight(read(fp8_name(stem)), scale, blocks, dtype))
     whole = Fp8Weight.stack(pieces)
     if order is None:
         return whole
@@ -60,16 +67,26 @@ def _fp8_scale(
     stem: str, held: Mapping[str, str], read: Read, block: Any
 ) -> tuple[Tensor, tuple[int, int] | None]:
     """Return a linear's scales, and the rows and columns that share one of a table of them."""
-    inverse = f"{stem}.weight_scale_inv"
-    name = inverse if inverse in held else f"{stem}.weight_scale"
-    if name not in held:
-        raise ValueError(f"{stem}.weight is FP8 without weight_scale; download the model again")
-    scale = read(name)
+    name = next((n for n in _scale_names(stem) if stored_name(n) in held), None)
+    if name is None:
+        raise ValueError(f"{fp8_name(stem)} is FP8 without a scale; download the model again")
+    scale, inverse = read(name), "_scale_inv" in name
+    if block is None and scale.numel() == 1:
+        return scale, None
     if scale.dim() == 4:  # ModelOpt's blocks: [N/128, 1, K/128, 1]
         return scale[:, 0, :, 0], _block(block, stem)
-    if scale.dim() == 2 and (scale.shape[1] > 1 or name == inverse):
+    if scale.dim() == 2 and (scale.shape[1] > 1 or inverse):
         return scale, _block(block, stem)
     return scale, None
+
+
+def _scale_names(stem: str) -> tuple[str, str]:
+    """Return what a linear's scales may be called: the newer of Transformers' names, the older."""
+    row = ROW.fullmatch(stem)
+    if row is None:
+        return f"{stem}.weight_scale_inv", f"{stem}.weight_scale"
+    name, index = row["name"], row["index"]
+    return f"{name}_scale_inv[{index}]", f"{name}_scale[{index}]"
 
 
 def _block(block: Any, stem: str) -> tuple[int, int]:

@@ -63,9 +63,20 @@ from llmpq.runtime.weights.codebook_forms import (
     table_of,
 )
 from llmpq.runtime.weights.cut_parts import NO_CUTS, Cuts, cut_weights
-from llmpq.runtime.weights.float_forms import fp8_codes, fp8_values, integer_values
+from llmpq.runtime.weights.float_forms import (
+    fp8_codes,
+    fp8_values,
+    integer_values,
+)
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
-from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, TRANSPOSED, CheckpointSource
+from llmpq.runtime.weights.sources import (
+    ATOM_ROOT,
+    FLOATING,
+    ROW,
+    TRANSPOSED,
+    CheckpointSource,
+    stored_name,
+)
 
 DTYPES = {
     **dict.fromkeys(("weight_packed", "weight_zero_point", "qweight", "qzeros"), (torch.int32,)),
@@ -83,8 +94,11 @@ FIELDS = frozenset(DTYPES) | {
     "weight_scale_2",
     "input_scale",
     "input_global_scale",
+    "activation_scale",
 }
-"""Last parts of the names of what a quantised linear is stored as."""
+"""Last parts of the names of what a quantised linear is stored as; inputs keep 16 bits."""
+OF_EXPERTS = ("_blocks", "_scales", "_scale_inv", "_activation_scale")
+"""... and how those end of all experts of a layer together."""
 
 
 _log = logging.getLogger("llmpq.weights")
@@ -131,7 +145,7 @@ class QuantizedCheckpoint(CheckpointSource):
         stem, _, last = name.rpartition(".")
         if name.startswith(ATOM_ROOT) or (last in FIELDS and f"{stem}.weight" in expected):
             return True
-        if name.endswith(("_blocks", "_scales")) and name[: -len("_blocks")] in expected:
+        if any(name.endswith(end) and name.removesuffix(end) in expected for end in OF_EXPERTS):
             return True
         if is_bitsandbytes(name, expected):
             return True
@@ -178,7 +192,7 @@ class QuantizedCheckpoint(CheckpointSource):
             kept = self._tables(part, table[part], shape, dtype)
             if kept is not None:
                 parts[part] = kept
-            elif all(map(self._keeps_fp8, stems)) and part not in self.spec.kept_whole:
+            elif part not in self.spec.kept_whole and all(map(self._keeps_fp8, table[part])):
                 parts[part] = self._fp8(part, stems, shape, dtype)
             elif part.endswith(".weight") and self._is_packed(stems[0]):
                 parts[part] = self._weight(part, stems, shape, dtype)
@@ -212,13 +226,20 @@ class QuantizedCheckpoint(CheckpointSource):
         form = self._form(stem) if name.endswith(".weight") else None
         return stored_codebook(name, form, self.file_of, (super().read, self._row), dtype)
 
-    def _keeps_fp8(self, stem: str) -> bool:
-        """Whether a linear's FP8 codes are kept: its layer has 8 bits, kernels its blocks."""
-        scheme, weight = self._scheme_of(stem), f"{stem}.weight"
+    def _keeps_fp8(self, name: str) -> bool:
+        """Whether a tensor's FP8 codes are kept: its layer has 8 bits, kernels its blocks."""
+        scheme = self._scheme_of(name)
         if scheme is None or (scheme.bits, scheme.activation_bits) != (8, 16):
             return False
-        stored = weight in self.file_of and self._header(weight)[0] == "F8_E4M3"
-        return stored and is_kept_block(fp8_block(self._described))
+        if name.endswith(f"]{TRANSPOSED}"):  # an expert's codes lie as [in, out]
+            return False
+        codes = name.removesuffix(TRANSPOSED)
+        return self._is_fp8(codes) and is_kept_block(fp8_block(self._described))
+
+    def _is_fp8(self, name: str) -> bool:
+        """Whether a tensor, or the one that a row is of, is stored as FP8 codes."""
+        stored = stored_name(name)
+        return stored in self.file_of and self._header(stored)[0] == "F8_E4M3"
 
     def _fp8(
         self, part: str, stems: list[str], shape: tuple[int, ...], dtype: torch.dtype
@@ -245,23 +266,32 @@ class QuantizedCheckpoint(CheckpointSource):
 
     def read(self, name: str, dtypes: Collection[torch.dtype] | None = None) -> Tensor:
         """Return one tensor by its own name; values where it is stored as codes of those."""
+        row = ROW.fullmatch(name)
+        if row is not None and self._is_fp8(name):
+            whole = self._fp8_values(name.removesuffix(TRANSPOSED))
+            return whole.t() if row["transposed"] else whole
         stem, _, last = name.removesuffix(TRANSPOSED).rpartition(".")
         if name.endswith(f".weight{TRANSPOSED}") and self._form(stem) is not None:
             name = name.removesuffix(TRANSPOSED)
         form = self._form(stem) if last == "weight" else None
+        if form == "fp8":
+            return self._fp8_values(stem)
         try:
-            if form == "fp8":
-                block = fp8_block(self._described)
-                return fp8_values(stem, self.file_of, super().read, block)
-            whole = self._table(name, torch.float32)
-            if whole is not None:
-                return whole.dequantize(torch.float32)
+            table = self._table(name, torch.float32)
+            if table is not None:
+                return table.dequantize(torch.float32)
             if form == "integers":
                 bits = self._bits(stem)
                 return integer_values(stem, self.file_of, self._read, self._described, bits)
         except ValueError as error:
             raise ValueError(f"'{self.directory}', {stem}: {error}") from None
         return super().read(name, dtypes)
+
+    def _fp8_values(self, stem: str) -> Tensor:
+        try:
+            return fp8_values(stem, self.file_of, super().read, fp8_block(self._described))
+        except ValueError as error:
+            raise ValueError(f"'{self.directory}', {stem}: {error}") from None
 
     def _form(self, stem: str) -> str | None:
         """Return how a linear's values are stored; None for values, and codes that are kept."""

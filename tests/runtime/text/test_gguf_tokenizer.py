@@ -78,6 +78,16 @@ def test_the_beginning_is_added_where_the_file_asks(tmp_path: Path) -> None:
     assert ours.encode("hello") == [0, *plain] and ours.encode("hello", special=False) == plain
 
 
+@pytest.mark.parametrize("pre", ["llama-bpe", "lfm2", "tekken", "qwen2"])
+def test_files_that_do_not_say_begin_as_their_kind_does(pre: str, tmp_path: Path) -> None:
+    """llama.cpp's older converter left `add_bos_token` out of Llama 3's files."""
+    told = demo_metadata() | {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.pre": pre}
+    begins = pre != "qwen2"
+    assert (Tokenizer(write(tmp_path / "t.gguf", told)).encode("hello")[0] == 0) == begins
+    never = told | {"tokenizer.ggml.add_bos_token": False}
+    assert Tokenizer(write(tmp_path / "n.gguf", never)).encode("hello")[0] != 0
+
+
 @pytest.fixture(scope="module")
 def spm() -> Any:
     """A SentencePiece-like BPE of the held-out text, with bytes for what it lacks."""
@@ -189,6 +199,8 @@ def test_every_pattern_keeps_all_of_a_text(pre: str, tmp_path: Path) -> None:
         ("gpt-4o", ["Don't", " pay", " ", "123", "456", "7", "!!\n"]),
         ("deepseek-v3", ["Don", "'t", " pay", " ", "123", "456", "7", "!!\n"]),
         ("tekken", ["Don", "'t", " pay", " ", *"1234567", "!!\n"]),
+        ("seed-coder", ["Don", "'t", " pay", " ", *"1234567", "!!", "\n"]),
+        ("command-r", ["Don", "'t", " pay", " ", *"1234567", "!!", "\n"]),
         ("deepseek-llm", ["Don", "'", "t", " pay", " ", *"1234567", "!!", "\n"]),
         ("deepseek-coder", ["Don", "'", "t", " pay", " ", *"1234567", "!!", "\n"]),
     ],

@@ -268,7 +268,7 @@ def test_lying_configs_are_refused(
         ("nvfp4", "weight_scale", lambda t: t[:, :-1], "scales of groups of 16 have shape"),
         ("mxfp4", "weight_scale", lambda t: t[:-1], "scales of groups of 32 have shape"),
         ("groups of 32 by activation", "weight_g_idx", lambda t: t + 99, "the order of channels"),
-        ("fp8 per tensor", "weight_scale", None, "is FP8 without weight_scale"),
+        ("fp8 per tensor", "weight_scale", None, "is FP8 without a scale"),
     ],
 )
 def test_lying_tensors_are_refused(

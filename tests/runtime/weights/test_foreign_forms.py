@@ -141,7 +141,7 @@ def modelopt(dense: Path, folder: Path, algorithm: str, *, beside: bool) -> tupl
         weight, stem = stored.pop(name).float(), name.removesuffix(".weight")
         own = of[stem] = algorithm
         if algorithm == "MIXED_PRECISION":
-            own = of[stem] = "FP8_PB_WO" if ".layers.0." in name else "NVFP4"
+            own = of[stem] = "FP8_PB_WO" if ".layers.0." in name else "W4A16_NVFP4"
         if own == "FP8_PB_WO":
             tall, wide = (size // 128 for size in weight.shape)
             blocks = weight.view(tall, 128, wide, 128)
@@ -214,13 +214,15 @@ def whole_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("beside", [True, False])
-@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "FP8_PB_WO", "MIXED_PRECISION"])
+@pytest.mark.parametrize(
+    "algorithm", ["NVFP4", "W4A16_NVFP4", "FP8", "FP8_PB_WO", "MIXED_PRECISION"]
+)
 def test_modelopts_codes_are_kept(
     whole_blocks: Path, tmp_path: Path, planned_and_loaded: Any, algorithm: str, beside: bool
 ) -> None:
     form, numbers = modelopt(whole_blocks, tmp_path, algorithm, beside=beside)
     first, second = {
-        "NVFP4": (Precision.W4A16, Precision.W4A16),
+        **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), (Precision.W4A16, Precision.W4A16)),
         "MIXED_PRECISION": (Precision.W8A16, Precision.W4A16),
     }.get(algorithm, (Precision.W8A16, Precision.W8A16))
     layers = stored_layers(form, ModelSpec.from_directory(form))

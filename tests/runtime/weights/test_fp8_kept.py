@@ -30,6 +30,10 @@ KINDS = {
     "tensor": (CT, None),
     "channel": (CT, None),
     "static": ({"quant_method": "fp8", "activation_scheme": "static"}, None),
+    "Mistral's": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        None,
+    ),
     "blocks": (BLOCKS, (128, 128)),
 }
 
@@ -61,6 +65,9 @@ def coded(weight: Tensor, kind: str) -> tuple[dict[str, Tensor], Tensor]:
     held = {"weight": codes, last: scale if kind in ("channel", "blocks") else scale.reshape(1)}
     if kind == "static":
         held["input_scale"] = torch.tensor(0.5)
+    if kind == "Mistral's":
+        one = {"weight_scale_inv": scale.reshape(()), "activation_scale": torch.tensor(0.5)}
+        held = {"weight": codes, **one}
     return held, codes.float() * wide
 
 
@@ -155,6 +162,53 @@ def test_experts_are_kept(tmp_path: Path, kind: str) -> None:
     assert sum(isinstance(part, Fp8Weight) for part in first.values()) == 2 + 2 * 4
 
 
+@pytest.mark.parametrize("blocks", [None, [64, 64]])
+@pytest.mark.parametrize("kind", ["mistral4", "qwen3_vl_moe"])
+def test_experts_in_one_tensor(
+    models: Any, tmp_path: Path, planned_and_loaded: Any, kind: str, blocks: list[int] | None
+) -> None:
+    """Mistral Small 4's form: a scale an expert, or blocks; Qwen3-VL's codes lie as [in, out]."""
+    dense = models.directory(kind)
+    stored = load_file(dense / "model.safetensors")
+    numbers = {name: tensor.float() for name, tensor in stored.items()}
+    for name in [n for n in stored if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        weight = stored.pop(name).float()
+        experts, n, k = weight.shape
+        high, wide = blocks or (n, k)
+        scale = torch.rand(experts, -(-n // high), -(-k // wide)) / 1000 + 1e-4
+        spread = scale.repeat_interleave(high, 1).repeat_interleave(wide, 2)[:, :n, :k]
+        codes = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        numbers[name] = codes.float() * spread
+        stored |= {name: codes, f"{name}_scale_inv": scale}
+        stored[f"{name}_activation_scale"] = torch.ones(experts)
+    config = json.loads((dense / "config.json").read_text())
+    described = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": blocks}
+    for folder, tensors, more in (
+        ("form", stored, {"quantization_config": described}), ("numbers", numbers, {})
+    ):  # fmt: skip
+        (tmp_path / folder).mkdir()
+        save_file({n: t.contiguous() for n, t in tensors.items()},
+                  tmp_path / folder / "model.safetensors")  # fmt: skip
+        (tmp_path / folder / "config.json").write_text(json.dumps({**config, **more}))
+    form, want = tmp_path / "form", logits(tmp_path / "numbers")
+    spec = ModelSpec.from_directory(form)
+    assert relative(logits(form), want) < 1e-6
+    layers = stored_layers(form, spec)
+    assert layers is not None
+    with_experts = [i for i in range(spec.num_layers) if i not in spec.dense_layers]
+    assert {layers[i].stored for i in with_experts} == {Precision.W8A16}
+    first = weights(form, EIGHT, spec.num_layers)[with_experts[0]]
+    plain = weights(tmp_path / "numbers", None, spec.num_layers)[with_experts[0]]
+    names = [name for name in first if name.startswith("experts.")]
+    assert all(isinstance(first[name], Fp8Weight) == (kind == "mistral4") for name in names)
+    for name in names:
+        got = first[name]
+        values = got.dequantize(torch.float32) if isinstance(got, Fp8Weight) else got
+        torch.testing.assert_close(values, plain[name], rtol=1e-6, atol=1e-9)
+    planned, loaded = planned_and_loaded(form)
+    assert planned >= loaded  # codes of one scale pad no group
+
+
 def test_latents_and_shared_experts_are_kept(tmp_path: Path) -> None:
     """DeepSeek-V3's form: the matrix that makes keys and values is numbers, all else codes."""
     import transformers
@@ -192,7 +246,7 @@ def test_layers_kept_on_disk_are_not_those(tmp_path: Path) -> None:
         ("weight", lambda t: torch.full_like(t.float(), float("nan")).to(t.dtype),
          "FP8 codes that are NaN"),
         ("weight", lambda t: t[:64], "down_proj.*have shape|they have shape"),
-        ("weight_scale_inv", None, "is FP8 without weight_scale"),
+        ("weight_scale_inv", None, "weight is FP8 without a scale"),
     ],
 )  # fmt: skip
 def test_lying_tensors_are_refused(tmp_path: Path, last: str, change: Any, message: str) -> None:
