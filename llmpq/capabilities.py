@@ -23,7 +23,6 @@ ExecutionMode = Literal[
     "gpu_packed_kv",
     "gpu_packed_float32",
     "gpu_rounded",
-    "gpu_drafts",
     "quantize",
 ]
 EXECUTION_MODES: dict[ExecutionMode, str] = {
@@ -33,7 +32,6 @@ EXECUTION_MODES: dict[ExecutionMode, str] = {
     "gpu_packed_kv": "a KV cache of 8, 4 or 2 bits on a GPU",
     "gpu_packed_float32": "a KV cache of 8, 4 or 2 bits on a GPU",
     "gpu_rounded": "rounded activations (w8a8, w4a4) on a GPU",
-    "gpu_drafts": "speculation on a GPU",
     "quantize": "a copy that llmpq-quantize writes",
 }
 """How a sentence names each. Everything runs on a CPU with 16-bit KV at every precision."""
@@ -96,11 +94,7 @@ LATENT_CHANNELS = 64
 
 FEATURES: tuple[Feature, ...] = (
     _feature("latent attention (MLA)", _latents, "gpu_rounded"),
-    _feature(
-        "recurrent layers",
-        lambda spec, _: spec.recurrent is not None,
-        *("gpu_drafts", "gpu_rounded"),
-    ),
+    _feature("recurrent layers", lambda spec, _: spec.recurrent is not None, "gpu_rounded"),
     _feature("layers that share a KV cache", lambda spec, _: bool(spec.kv_sources), "quantize"),
     _feature("layers with unlike heads", _unlike_heads, "gpu_rounded", "quantize"),
     _feature("normalised values", lambda spec, _: spec.value_norm, "gpu_rounded", "quantize"),
@@ -168,7 +162,6 @@ def execution_modes(
         "gpu_packed_kv": gpu and packed,
         "gpu_packed_float32": gpu and packed and dtype == "float32",
         "gpu_rounded": gpu and rounded,
-        "gpu_drafts": gpu and drafts,
     }
     return tuple(mode for mode, is_taken in taken.items() if is_taken)
 
@@ -194,7 +187,6 @@ REMEDY: dict[ExecutionMode, str] = {
     "gpu_packed_kv": "plan with --kv 16",
     "gpu_packed_float32": "plan with --kv 16, or with --dtype bfloat16",
     "gpu_rounded": "plan with weight-only precisions (w8a16, w4a16)",
-    "gpu_drafts": "run without speculation, or plan for CPU devices",
     "quantize": "plan the model itself at fewer bits: its layers are rounded while they load",
 }
 

@@ -49,12 +49,6 @@ FOUR_BIT_COPY = WeightScheme(bits=4, group_size=128, symmetric=True)
 """How drafts copy what they cannot read from the stage itself."""
 
 
-MTP_ON_CPUS = (
-    "drafts of the model's own head (speculate='mtp') are made on CPUs only: none of its steps is "
-    "built for GPUs; choose another mode, or plan for CPU devices"
-)
-
-
 class StepTimes(Protocol):
     """Seconds of a micro-batch of `rows` requests with `context` tokens in the cache."""
 
@@ -133,7 +127,7 @@ def usable_modes(
         if mode == "ngram":
             return True
         if mode == "mtp":
-            return mtp and all(stage.is_cpu for stage in plan.stages)
+            return mtp
         if mode in READS_KV4 and not plain_cache:
             return False
         linear = plan.precisions if mode != "qspec" else set(plan.precisions) - set(kept)

@@ -129,7 +129,7 @@ class EngineOptions:
     """All requests are known beforehand: steps hold the plan's whole micro-batches of prompts
     instead of the few tokens that keep latency low."""
     speculate: Speculate | None = None
-    """Speculative decoding: qspec, w4kv4, kv4, ngram, mtp (the model's own head, on CPUs), auto
+    """Speculative decoding: qspec, w4kv4, kv4, ngram, mtp (the model's own head), auto
     (what pays by the costs, if anything) or off (default: the plan's)."""
     gamma: int | Literal["auto"] | None = None
     """Tokens drafted per verify, 1 to 7, or auto: by measured times (default: the plan's, else

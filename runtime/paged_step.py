@@ -30,6 +30,10 @@ class PagedStep(Step):
     """Places in the pool of the layers with a window, if they have one."""
     chunks: bool
     """Whether rows may have several tokens; else row r is place r."""
+    noted_FR: Tensor | None = None
+    """How rows go on from noted tokens (kernels/recurrent/notes.py), where states keep notes."""
+    notes: bool = False
+    """Whether tokens of rows may have to be taken back."""
     prompts: tuple[tuple[int, int], ...] = ()
     """Runs of rows (rows, tokens of each) where all are known to be prompts from their start."""
 

@@ -95,6 +95,13 @@ def describe(micro_batch: MicroBatch) -> StepMessage:
     )
 
 
+def num_revocable(message: StepMessage) -> list[int]:
+    """Return how many of each row's last tokens are drafts, none of which counts yet."""
+    if message.kind is StepKind.DRAFT:
+        return list(message.num_new)
+    return [len(row.drafts) for row in message.paged]
+
+
 def result_width(rows: Sequence[PagedRow]) -> int:
     """Return the columns of a result: one token, or where drafts were verified a count and tokens.
 

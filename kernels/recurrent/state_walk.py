@@ -10,6 +10,7 @@
                         SHARED heads have the queries and keys of one
     steps [T, .]        b and a of every head (KDA: channel), or dt, or nothing
     states [S, H, N, P] float32: zeros where a row starts at position 0
+    notes               tokens in front of a row's own; how many the state moves on by (notes.py)
 
 A program takes BLOCK_P columns of a head's state of one row: its columns need no others. Bytes of a
 row of one token: its states twice, all else is small beside them. Longer rows take a token after
@@ -32,6 +33,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.overlap import overlaps
+from llmpq.kernels.recurrent.notes import Notes, noted_row
 
 LENGTH_EPS = 1e-6
 BLOCK_P, NUM_WARPS = 64, 2
@@ -80,10 +82,11 @@ def softplus(x):
 
 @triton.jit(do_not_specialize=["num_rows", "longest"])
 def walk_kernel(
-    mixed, steps, decay, bias, skip, states, rows, moves, out, num_rows, longest, mixed_stride,
-    steps_stride, scale, beta_factor, HEADS: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr,
-    P: tl.constexpr, PADDED_N: tl.constexpr, BLOCK_P: tl.constexpr, ZEROS: tl.constexpr,
-    DELTA: tl.constexpr, BY_CHANNEL: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
+    mixed, steps, decay, bias, skip, states, rows, moves, out, noted_mixed, notes, noted_rows,
+    num_rows, longest, mixed_stride, steps_stride, inputs, scale, beta_factor, HEADS: tl.constexpr,
+    SHARED: tl.constexpr, N: tl.constexpr, P: tl.constexpr, PADDED_N: tl.constexpr,
+    BLOCK_P: tl.constexpr, ZEROS: tl.constexpr, DELTA: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    FIXED: tl.constexpr, NOTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of a head of one row of at most `longest` tokens."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -102,8 +105,10 @@ def walk_kernel(
     start = tl.load(rows + num_rows + row)
     count = tl.load(rows + 2 * num_rows + row)
     first = tl.load(rows + 3 * num_rows + row)
+    before, settled, _, _ = noted_row(noted_rows, row, num_rows, count, NOTES)
     known = slot >= 0
     mine = known & (count <= longest)
+    moving = mine & (count > 0) & (tl.load(moves) != 0)
     own = states + (slot.to(tl.int64) * HEADS + head) * N * P + n[:, None] * P + p[None, :]
     held = has_n[:, None] & has_p[None, :] & mine & (count > 0)
     s = tl.load(own, mask=held & (start > 0), other=0.0)
@@ -116,29 +121,34 @@ def walk_kernel(
     q_own = q_at + head // SHARED * N + n
     k_own = k_at + head // SHARED * N + n
     v_own = v_at + head * P + p
-    for i in range(tl.where(mine, count, 0)):
+    for i in range(-before, tl.where(mine, count, -before)):
         place = (first + i).to(tl.int64)
         at = mixed + place * mixed_stride
+        step_at = steps + place * steps_stride
+        if NOTES > 0:  # noqa: SIM102
+            if i < 0:
+                noted = (slot.to(tl.int64) * NOTES + before + i) * inputs
+                at = noted_mixed + noted
+                step_at = notes + noted + KEYS * 2 + HEADS * P
         q = tl.load(at + q_own, mask=has_n, other=0.0).to(tl.float32)
         k = tl.load(at + k_own, mask=has_n, other=0.0).to(tl.float32)
         v = tl.load(at + v_own, mask=has_p, other=0.0).to(tl.float32)
         if DELTA:
-            b = tl.load(steps + place * steps_stride + head).to(tl.float32)
-            step_at = steps + place * steps_stride + HEADS
+            b = tl.load(step_at + head).to(tl.float32)
             q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
             k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
             if BY_CHANNEL:
-                a = tl.load(step_at + head * N + n, mask=has_n, other=0.0).to(tl.float32)
+                a = tl.load(step_at + HEADS + head * N + n, mask=has_n, other=0.0).to(tl.float32)
                 s *= tl.exp(rate * softplus(a + shift))[:, None]
             else:
-                a = tl.load(step_at + head).to(tl.float32)
+                a = tl.load(step_at + HEADS + head).to(tl.float32)
                 s *= tl.exp(rate * softplus(a + shift))
             u = (v - tl.sum(k[:, None] * s, 0)) * (tl.sigmoid(b) * beta_factor)
         elif FIXED:
             s *= tl.exp(rate)
             u = v
         else:
-            dt = softplus(tl.load(steps + place * steps_stride + head).to(tl.float32) + shift)
+            dt = softplus(tl.load(step_at + head).to(tl.float32) + shift)
             s *= tl.exp(rate * dt)
             u = v * dt
         s += k[:, None] * u[None, :]
@@ -146,8 +156,12 @@ def walk_kernel(
         if not DELTA and not FIXED:
             o += through * v
         to = out + place * (HEADS * P) + head * P + p
-        tl.store(to, o.to(out.dtype.element_ty), mask=has_p)
-    tl.store(own, s, mask=held & (tl.load(moves) != 0))
+        tl.store(to, o.to(out.dtype.element_ty), mask=has_p & (i >= 0))
+        if NOTES > 0:  # noqa: SIM102
+            if before + i + 1 == settled:
+                tl.store(own, s, mask=held & moving)
+    if NOTES == 0:
+        tl.store(own, s, mask=held & moving)
     for begin in range(0, tl.where(known, 0, count), ZEROS):
         empty = begin + tl.arange(0, ZEROS)
         there = out + (first + empty).to(tl.int64)[:, None] * (HEADS * P) + head * P + p[None, :]
@@ -164,10 +178,12 @@ def walk_rows(
     moves_1: Tensor,
     *,
     longest: int = EVERY_ROW,
+    notes: Notes | None = None,
 ) -> Tensor:
     """Return o [T, H P] of rows of up to `longest` tokens, and zeros of padding.
 
-    The rows' states move on, unless `moves_1` is 0. Places of longer rows are left out.
+    The rows' states move on, unless `moves_1` is 0. Places of longer rows are left out. `notes`: of
+    tokens that may be taken back, which longer rows have none of.
     """
     _, heads, key_dim, value_dim = states_SHNP.shape
     if mixed_TE.stride(1) != 1 or steps_TJ.stride(1) != 1:
@@ -188,10 +204,14 @@ def walk_rows(
         rows_FR,
         moves_1,
         out_TC,
+        mixed_TE if notes is None else notes.mixed_SME,
+        steps_TJ if notes is None else notes.noted_SME,
+        rows_FR if notes is None else notes.rows_FR,
         num_rows,
         longest,
         mixed_TE.stride(0),
         steps_TJ.stride(0),
+        0 if notes is None else notes.noted_SME.shape[2],
         key_dim**-0.5,
         form.beta_factor,
         HEADS=heads,
@@ -204,6 +224,7 @@ def walk_rows(
         DELTA=form.delta,
         BY_CHANNEL=form.by_channel,
         FIXED=form.fixed,
+        NOTES=0 if notes is None else notes.noted_SME.shape[1],
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
@@ -212,9 +233,17 @@ def walk_rows(
 
 
 def walk_rows_reference(
-    mixed_TE: Tensor, steps_TJ: Tensor, form: Recurrence, states_SHNP: Tensor, rows_FR: Tensor
+    mixed_TE: Tensor,
+    steps_TJ: Tensor,
+    form: Recurrence,
+    states_SHNP: Tensor,
+    rows_FR: Tensor,
+    *,
+    notes: Notes | None = None,
 ) -> Tensor:
     """The twin, in float32, row by row and token by token; padding gets zeros."""
+    if notes is not None:
+        return _walk_noted(mixed_TE, steps_TJ, form, states_SHNP, rows_FR, notes)
     _, heads, key_dim, value_dim = states_SHNP.shape
     keys, inner = form.key_heads * key_dim, heads * value_dim
     ahead = form.delta or form.fixed
@@ -253,4 +282,34 @@ def walk_rows_reference(
                 o = o + v[t] * form.skip_H.float()[:, None]
             out[t] = o.flatten().to(out.dtype)
         states_SHNP[slot] = s
+    return out
+
+
+def _walk_noted(
+    mixed_TE: Tensor,
+    steps_TJ: Tensor,
+    form: Recurrence,
+    states_SHNP: Tensor,
+    rows_FR: Tensor,
+    notes: Notes,
+) -> Tensor:
+    """Walk each row by itself: over the tokens that its state moves on by, then over the rest."""
+    channels = mixed_TE.shape[1]
+    _, heads, _, value_dim = states_SHNP.shape
+    out = torch.zeros((len(mixed_TE), heads * value_dim), dtype=mixed_TE.dtype)
+    for row, (slot, start, count, first) in enumerate(rows_FR[:4].T.tolist()):
+        if slot < 0 or count == 0:
+            continue
+        before, settled = notes.rows_FR[:2, row].tolist()
+        own, noted = slice(first, first + count), notes.noted_SME[slot, :before, channels:]
+        mixed = torch.cat((notes.mixed_SME[slot, :before, :channels], mixed_TE[own]))
+        steps = torch.cat((noted, steps_TJ[own])) if noted.shape[1] else mixed
+        state, made = states_SHNP[slot : slot + 1].clone(), []
+        for part, settles in ((slice(0, settled), True), (slice(settled, len(mixed)), False)):
+            begins = start + part.start
+            rows = torch.tensor([[0], [begins], [len(mixed[part])], [0]])
+            made.append(walk_rows_reference(mixed[part], steps[part], form, state, rows))
+            if settles:
+                states_SHNP[slot] = state[0]
+        out[own] = torch.cat(made)[before:]
     return out

@@ -40,11 +40,15 @@ def state_bytes(spec: ModelSpec, layers: Iterable[int], *, slots: int, dtype_byt
 
 
 def note_bytes(spec: ModelSpec, layers: Iterable[int], *, slots: int, dtype_bytes: int) -> int:
-    """Return the bytes of notes of drafts, which layers with state may have to take back."""
+    """Return the bytes of notes of drafts, which layers with state may have to take back.
+
+    One layer's more, which all of them work in.
+    """
     if spec.recurrent is None:
         return 0
     each = NOTED_TOKENS * spec.recurrent.inputs * dtype_bytes
-    return slots * len(layers_with_state(spec, layers)) * each
+    count = len(layers_with_state(spec, layers))
+    return slots * (count + (count > 0)) * each
 
 
 def recurrence_bytes(form: Recurrent, rows: int, row_tokens: int) -> int:

@@ -323,7 +323,7 @@ def _how_to_solve(section: Section) -> None:
         metavar="MODE",
         only=Only(lambda a: not a.pareto, "with --pareto", "leave --pareto out"),
         help="add drafts to the plan: auto (if any fit and pay), qspec, w4kv4, kv4, ngram, "
-        "mtp (the model's own head, on CPUs)",
+        "mtp (the model's own head)",
     )
 
 

@@ -399,8 +399,5 @@ def mtp_notes(plan: Plan, spec: ModelSpec) -> list[str]:
         return [f"left out: {layers} for further tokens (MTP), which llmpq does not run here"]
     if not has_mtp_head(plan.model.path, spec):
         return []
-    if all(stage.is_cpu for stage in plan.stages):
-        how = "--speculate mtp drafts with the first one"
-    else:
-        how = "drafts with it (--speculate mtp) are made on CPUs only"
+    how = "--speculate mtp drafts with the first one"
     return [f"not loaded: {layers} for further tokens (MTP): {how}"]

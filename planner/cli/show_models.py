@@ -26,7 +26,6 @@ COLUMNS: dict[ExecutionMode, str] = {
     "drafts": "speculation",
     "gpu_packed_kv": "GPU KV 8 4 2",
     "gpu_rounded": "GPU w8a8",
-    "gpu_drafts": "GPU drafts",
 }
 
 

@@ -19,7 +19,6 @@ from llmpq.plan import MAX_GAMMA, Plan, Speculation
 from llmpq.sizes.prefix_states import with_prefix_states
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
-    MTP_ON_CPUS,
     PRIOR_ACCEPTANCE,
     PlanTimes,
     SpeculationMode,
@@ -51,8 +50,6 @@ def with_speculation(
     rows = plan.decode_microbatch
     mtp = has_mtp_head(plan.model.path, spec)
     usable = usable_modes(plan, stored_codes(plan.model.path), mtp=mtp)
-    if asked == "mtp" and mtp and asked not in usable:
-        raise ValueError(MTP_ON_CPUS.replace("speculate='mtp'", "--speculate mtp"))
 
     def best(mode: SpeculationMode) -> tuple[int, float]:
         return best_gamma(

@@ -28,7 +28,7 @@ from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.ruled_sampling import ConstrainedSampler
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.step import RaggedStep, StepMessage
+from llmpq.runtime.step import RaggedStep, StepMessage, num_revocable
 from llmpq.runtime.trace import KindTotals
 from llmpq.sizes.pool_size import READS_KV4, PoolSize, draft_pool, mtp_pool
 from llmpq.sizes.state_size import NOTED_TOKENS
@@ -89,7 +89,7 @@ class StageRunner:
                 dtype=self._dtype,
                 device=self._device,
             )
-            self.mtp = MtpDrafts(head, own, self._draft_probs)
+            self.mtp = self._mtp_drafts(head, own)
             return extra + own.nbytes + head.own_nbytes(self.model)
         if mode == "ngram" or mode == "mtp":
             return extra
@@ -107,6 +107,10 @@ class StageRunner:
             self.kv, read, copy.states = self._with_copy(self.kv, copy), copy, states
         self.draft = build_draft(mode, self.model, read)
         return self.draft.extra_bytes + extra
+
+    def _mtp_drafts(self, head: MtpHead, kv: PagedKV) -> MtpDrafts:
+        """Return what drafts with the model's own head, over a pool of its own."""
+        return MtpDrafts(head, kv, self._draft_probs)
 
     def end_speculation(self) -> None:
         """Go on without drafts and free what they take; no draft may be under way."""
@@ -311,13 +315,6 @@ def _rungs(step_tokens: int) -> list[int]:
 def num_wanted(row: PagedRow) -> int:
     """Return how many logits a row wants: of its newest tokens."""
     return 1 + len(row.drafts) if row.samples else 0
-
-
-def num_revocable(message: StepMessage) -> list[int]:
-    """Return how many of each row's last tokens are drafts, none of which counts yet."""
-    if message.kind is StepKind.DRAFT:
-        return list(message.num_new)
-    return [len(row.drafts) for row in message.paged]
 
 
 def rows_of(message: StepMessage, rows: Sequence[int]) -> StepMessage:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -43,6 +43,8 @@ class LayerState:
     """[S, H, N, P] float32; no heads where the convolution is all there is."""
     noted_SME: Tensor | None = None
     """[S, M, E]: inputs of tokens by which the state has not moved on; None without drafts."""
+    mixed_SME: Tensor | None = None
+    """[S, M, E]: room for what is made of noted tokens on the way, the same for all layers."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,19 @@ class RecurrentStates:
         self._noted: dict[int, _Noted] = {}
 
     def keep_notes(self, tokens: int) -> int:
-        """Allocate notes of so many tokens a request, for drafts; return their bytes."""
-        shape = (len(self._tails), self._slots, tokens, self._form.inputs)
+        """Allocate notes of so many tokens a request, for drafts; return their bytes.
+
+        Of each layer, and of one more as room for all: steps on a GPU convolve them anew.
+        """
+        layers = len(self._tails)
+        shape = (layers + (layers > 0), self._slots, tokens, self._form.inputs)
         self._notes = self._tails.new_zeros(shape)
         return self._notes.nbytes
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether drafts are noted."""
+        return self._notes is not None
 
     def drop_notes(self) -> None:
         """Free the notes; no draft may be under way."""
@@ -177,25 +188,35 @@ class RecurrentStates:
         slots: list[int] = []
         places: list[int] = []
         for span in spans:
-            noted = self._of(span)
-            before = 0 if noted is None else noted.count
+            before, settled, certain, place = self.goes_on(span)
             first = len(order)
             order += range(width + len(slots), width + len(slots) + before)
             slots += [span.slot] * before
             places += range(before)
             own += range(len(order), len(order) + span.count)
             order += range(span.first, span.first + span.count)
-            certain = span.count - span.revocable
-            settled = certain if noted is not None and noted.drafting else before + certain
             runs.append(StateRun(span.slot, first, before + span.count, settled, span.start == 0))
-            place = before if noted is not None and noted.drafting else 0
             if span.revocable:
                 notes.append((span.slot, place, span.first + certain, span.revocable))
-            self._note(span, place)
         rest = range(len(own), width)
         own += range(len(order), len(order) + len(rest))
         order += rest
         return StateRuns(tuple(runs), order, own, (slots, places), tuple(notes))
+
+    def goes_on(self, span: Span) -> tuple[int, int, int, int]:
+        """Return how a row's state moves on, and note which of its tokens may be taken back.
+
+        How many noted tokens come in front of its own, how many of all of them settle, how many of
+        its own are certain, and behind how many notes the others are noted.
+        """
+        assert not span.revocable or self.has_notes, "drafts need `RecurrentStates.keep_notes`"
+        noted = self._of(span)
+        before = 0 if noted is None else noted.count
+        certain = span.count - span.revocable
+        drafting = noted is not None and noted.drafting
+        place = before if drafting else 0
+        self._note(span, place)
+        return before, certain if drafting else before + certain, certain, place
 
     def _of(self, span: Span) -> _Noted | None:
         """Return what is noted in front of a row; what stands behind its start was refused."""
@@ -222,8 +243,10 @@ class RecurrentStates:
 
     def layer(self, place: int) -> LayerState:
         """Return the slots of a recurrent layer."""
-        noted = None if self._notes is None else self._notes[place]
-        return LayerState(self._tails[place], self._matrices[place], noted)
+        state = LayerState(self._tails[place], self._matrices[place])
+        if self._notes is None:
+            return state
+        return replace(state, noted_SME=self._notes[place], mixed_SME=self._notes[-1])
 
 
 def with_states(

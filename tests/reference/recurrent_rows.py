@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from llmpq.kernels.recurrent.notes import Notes
 from llmpq.kernels.recurrent.state_walk import Recurrence
 
 SLOTS = 5
@@ -70,3 +71,29 @@ def recurrent_inputs(
     states = normal(SLOTS, heads, key_dim, value_dim, seed=10)
     form = recurrence(kind, heads=heads, key_heads=key_heads, key_dim=key_dim)
     return mixed, steps, form, states
+
+
+NOTED_ROWS = [(2, 7, 1), (4, 300, 4), (0, 9, 3), (1, 0, 5), (3, 8, 1), (-1, 0, 2), (-1, 0, 0)]
+"""Rows of which some have noted tokens in front, and some are noted."""
+NOTED = [(3, 4, 1, 0), (2, 3, 1, 0), (0, 1, 1, 0), (0, 5, 5, 0), (2, 0, 0, 2), (0,) * 4, (0,) * 4]
+"""What is before, settled, certain, and where the rest goes: a step behind drafts, verifies of
+several and of none in front, a prompt, a draft."""
+ONE_EACH = [(0, 1, 1, 0), (3, 4, 1, 0), (2, 0, 0, 2), (0, 0, 0, 0), (0,) * 4]
+"""The same of rows of one token: a step, one behind drafts, a further and a first draft."""
+SINGLE_NOTED = [(2, 7, 1), (0, 5, 1), (3, 8, 1), (4, 300, 1), (-1, 0, 1)]
+MOST_NOTED = 7
+
+
+def some_notes(noted: Sequence[tuple[int, ...]], channels: int, steps: int) -> Notes:
+    """Return notes of some earlier step, and the rows that go on from them."""
+    shape = (SLOTS, MOST_NOTED, channels + steps)
+    notes, mixed = normal(*shape, seed=11), normal(*shape, seed=12)
+    rows = torch.tensor(noted, dtype=torch.int32).t().contiguous()
+    return Notes(noted_SME=notes, mixed_SME=mixed, rows_FR=rows)
+
+
+def copy_of(notes: Notes, device: str = "cpu") -> Notes:
+    """Return notes of one's own."""
+    parts = (notes.noted_SME, notes.mixed_SME, notes.rows_FR)
+    noted, mixed, rows = (part.clone().to(device) for part in parts)
+    return Notes(noted_SME=noted, mixed_SME=mixed, rows_FR=rows)

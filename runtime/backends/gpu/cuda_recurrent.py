@@ -6,6 +6,8 @@
                   blocks of tokens, but where channels decay
                   apart (KDA)
     gate          with its norm                                   gated_norm.py
+    drafts        noted, their state moved on by when they are    notes.py
+                  accepted, in the next step's own launches
 
 Nothing asks the device for a value, so steps are captured, those with chunks too. Steps that are
 not of a pool (a calibration's whole prompts) run in torch's operators.
@@ -24,9 +26,12 @@ from torch.nn import functional
 from llmpq.families.common.spec_values import Recurrent
 from llmpq.kernels.recurrent.convolve import convolve_rows
 from llmpq.kernels.recurrent.gated_norm import gated_norm
+from llmpq.kernels.recurrent.notes import Notes, note_rows
 from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows, scans
 from llmpq.kernels.recurrent.state_walk import Recurrence, walk_rows
+from llmpq.plan import MAX_GAMMA
 from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.recurrent_states import LayerState
 from llmpq.runtime.models.recurrent import RecurrentMixer, in_factors
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Step
@@ -53,11 +58,20 @@ def mix(part: RecurrentMixer, x_BQh: Tensor, into_BQE: Tensor, step: Step, kv: K
             moves_1,
             chunks=step.chunks,
             gated=form.kind == "short_conv",
+            notes=notes,
         )
 
-    moves_1 = kv.states.moves_1
+    def note(inputs_TE: Tensor, steps_TJ: Tensor) -> None:
+        if notes is not None and step.notes:
+            gated = form.kind == "short_conv"
+            given = inputs_TE, steps_TJ, notes, step.rows_FR, moves_1
+            note_rows(*given, channels=form.channels, gated=gated)
+
+    moves_1, notes = kv.states.moves_1, _notes(part, states, step)
     if form.kind == "short_conv":
-        return convolved(into_TE)[None]
+        out_TC = convolved(into_TE)
+        note(into_TE, into_TE)
+        return out_TC[None]
     if delta:
         gate_TC, steps_TJ = part.gate_and_steps(x_BQh[0], into_TE)
         inputs_TC = into_TE[:, : form.channels]
@@ -69,7 +83,8 @@ def mix(part: RecurrentMixer, x_BQh: Tensor, into_BQE: Tensor, step: Step, kv: K
             into_TE.mul_(_factors(form, into_TE.dtype, into_TE.device))
         gate_TC, inputs_TC, steps_TJ = into_TE.split([form.inner, form.channels, form.heads], dim=1)
     mixed_TC = convolved(inputs_TC)
-    out_TC = _recurrence(part, mixed_TC, steps_TJ, states.matrix_SHNP, step, moves_1)
+    out_TC = _recurrence(part, mixed_TC, steps_TJ, states.matrix_SHNP, step, moves_1, notes)
+    note(inputs_TC if part.conv_weight_C1K is not None else mixed_TC, steps_TJ)
     norm = part.mixer_norm
     return gated_norm(
         out_TC,
@@ -89,6 +104,7 @@ def _recurrence(
     matrix_SHNP: Tensor,
     step: PagedStep,
     moves_1: Tensor,
+    notes: Notes | None,
 ) -> Tensor:
     """Return what every place reads of its row's state, which moves on."""
     decay_H = part.decay_H if part.fixed_decay_H is None else part.fixed_decay_H
@@ -104,12 +120,32 @@ def _recurrence(
         beta_factor=form.beta_factor,
     )
     if not step.chunks or recurrence.by_channel or not scans(mixed_TC.device):
-        return walk_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1)
+        return walk_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1, notes=notes)
     short = FROM_TOKENS - 1
-    out_TC = walk_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1, longest=short)
+    out_TC = walk_rows(
+        *(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1),
+        longest=short,
+        notes=notes,
+    )
     slots_T = step.where.slots_T
     scan_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, slots_T, moves_1, out_TC)
     return out_TC
+
+
+assert MAX_GAMMA + 1 < FROM_TOKENS, "rows with drafts are walked"
+
+
+def _notes(part: RecurrentMixer, state: LayerState, step: PagedStep) -> Notes | None:
+    """Return a layer's notes of tokens that may be taken back, None without drafts."""
+    noted_SME, mixed_SME = state.noted_SME, state.mixed_SME
+    if step.noted_FR is None or noted_SME is None or mixed_SME is None:
+        return None
+    convolved = part.conv_weight_C1K is not None
+    return Notes(
+        noted_SME=noted_SME,
+        mixed_SME=mixed_SME if convolved else noted_SME,
+        rows_FR=step.noted_FR,
+    )
 
 
 @lru_cache(maxsize=64)

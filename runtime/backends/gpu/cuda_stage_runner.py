@@ -19,18 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.capabilities import ExecutionMode, require
 from llmpq.kernels.compile_missing import compiling_missing
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.device_times import DeviceTimes
 from llmpq.runtime.backends.gpu.late_tokens import LateTokens
+from llmpq.runtime.backends.gpu.mtp_graphs import CudaMtpDrafts
 from llmpq.runtime.backends.gpu.paged_graphs import PagedGraphs, rungs
 from llmpq.runtime.backends.gpu.paged_rounds import PagedRoundGraphs
 from llmpq.runtime.backends.stage_runner import StageRunner, num_wanted, result_table, rows_of
 from llmpq.runtime.cache.gpu_forwarding_kv import GpuDraftedKV
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
+from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.device_copies import HostCopy, to_host_async, upload
+from llmpq.runtime.drafts.mtp_drafts import MtpDrafts
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.request import PENDING_TOKEN, PagedRow, StepKind
@@ -40,7 +42,7 @@ from llmpq.runtime.trace import KindTotals
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.step_padding import CAPTURED_TOKENS
-from llmpq.speculation import MAX_GAMMA, MTP_ON_CPUS, MeasuredTimes, SpeculationMode
+from llmpq.speculation import MAX_GAMMA, MeasuredTimes, SpeculationMode
 
 
 class CudaStageRunner(StageRunner):
@@ -77,22 +79,27 @@ class CudaStageRunner(StageRunner):
         self._hidden_stay = self._tokens_stay = False
         self._late: LateTokens | None = None
         """The last step's tokens, if they are still to be drawn."""
+        self._sees_all = False
+        """Whether hidden states of all places are wanted of the last stage, to draft by."""
         self._make_graphs()
 
     def _make_graphs(self) -> None:
         """Make the sets of steps anew; each step is captured when it first comes."""
         assert isinstance(self.kv, GpuPagedKVBase)
         make = partial(PagedGraphs, self.model, self.kv, **self._graph_options)
-        self._decode, self._mixed = make(chunks=False), make(chunks=True)
+        self._decode = make(chunks=False, keeps_hidden=self._sees_all)
+        self._mixed = make(chunks=True)
         self._verify = make(chunks=True, verifies=True)
         self._drafts: PagedGraphs | None = None
         if self.draft is not None:
             assert isinstance(self.draft.kv, GpuPagedKVBase)
             own = (self.draft.model, self.draft.kv)
-            self._drafts = PagedGraphs(*own, chunks=False, **self._graph_options)
+            self._drafts = PagedGraphs(*own, chunks=False, drafts=True, **self._graph_options)
             self._drafts.share(self._decode)
         for others in (self._mixed, self._verify):
             others.share(self._decode)
+        if isinstance(self.mtp, CudaMtpDrafts):
+            self.mtp.share(self._decode)
         self._rounds: dict[int, PagedRoundGraphs] = {}
         """Number of drafts -> rounds of so many."""
 
@@ -105,24 +112,27 @@ class CudaStageRunner(StageRunner):
         kv: KVPrecision = KVPrecision.KV16,
         head: MtpHead | None = None,
     ) -> int:
-        """As `StageRunner.enable_speculation`; the model's own head drafts on CPUs only."""
-        if mode == "mtp":
-            raise ValueError(MTP_ON_CPUS)
-        drafts: tuple[ExecutionMode, ...] = ("gpu_drafts",)
-        require(self.model.spec, drafts, max_len=size.max_len - 1)
-        extra = super().enable_speculation(mode, size, layers=layers)
+        """As `StageRunner.enable_speculation`; steps are captured anew."""
+        extra = super().enable_speculation(mode, size, layers=layers, kv=kv, head=head)
+        self._sees_all = mode == "mtp" and self.model.is_last
         self._make_graphs()
         return extra
+
+    def _mtp_drafts(self, head: MtpHead, kv: PagedKV) -> MtpDrafts:
+        assert isinstance(kv, GpuPagedKVBase)
+        options = {k: v for k, v in self._graph_options.items() if k != "last_token_S"}
+        return CudaMtpDrafts(head, kv, self._draft_probs, self.model, **options)
 
     def end_speculation(self) -> None:
         """As `StageRunner.end_speculation`; graphs are captured anew."""
         super().end_speculation()
+        self._sees_all = False
         self._make_graphs()
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a step may name tokens by -1 that the step before has yet to produce."""
-        return self._whole
+        return self._whole and self.mtp is None
 
     @property
     def fused_rounds(self) -> bool:
@@ -148,6 +158,8 @@ class CudaStageRunner(StageRunner):
     @property
     def drafts(self) -> Callable[[StepMessage], object] | None:
         """Runs a draft step, if the model drafts; for `step_times`."""
+        if isinstance(self.mtp, CudaMtpDrafts):
+            return self.mtp.further
         return None if self._drafts is None else partial(self._drafts.run, hidden_BQh=None)
 
     def plain(self, message: StepMessage) -> object:
@@ -186,6 +198,9 @@ class CudaStageRunner(StageRunner):
         What a row gets that samples nothing means nothing.
         """
         self.kv.take_rows(message.paged, message.starts)
+        states = self.kv.states
+        if states is not None:
+            states.load(message.paged)
         if message.kind is StepKind.ROUND:
             round_ = partial(self._round, message)
             return self._times.of(message.kind, message.num_rows, round_)
@@ -194,12 +209,9 @@ class CudaStageRunner(StageRunner):
             self._late.draw()  # in front of this step, which may build on its tokens
         self._share_tokens(message)
         run = partial(self._run, graphs, message, hidden_BQH)
-        states = self.kv.states
-        if states is None:
-            return self._times.of(message.kind, message.num_rows, run)
-        states.load(message.paged)
         out = self._times.of(message.kind, message.num_rows, run)
-        states.save(message.paged)
+        if states is not None:
+            states.save(message.paged)
         return out
 
     @torch.inference_mode()
@@ -234,9 +246,11 @@ class CudaStageRunner(StageRunner):
         if message.kind is StepKind.DRAFT:
             assert self._drafts is not None, "drafts need enable_speculation"
             return self._drafts
-        if self.model.is_last and any(row.drafts for row in message.paged):
+        chunks = max(message.num_new) > 1
+        drafted = any(row.drafts for row in message.paged)
+        if self.model.is_last and (drafted or (self._sees_all and chunks)):
             return self._verify
-        return self._mixed if max(message.num_new) > 1 else self._decode
+        return self._mixed if chunks else self._decode
 
     def _run(
         self, graphs: PagedGraphs, message: StepMessage, hidden_BQH: Tensor | None
@@ -252,7 +266,7 @@ class CudaStageRunner(StageRunner):
             return self._answer(self._drafted_B1(out, message))
         if scored:
             self._score_places(out.hidden_BQh, message)
-        if graphs is self._verify:
+        if graphs is self._verify or self.mtp is not None:
             return self._verified(out, message)
         if self._whole and self._looks_ahead(out, message):
             self._late = LateTokens(
@@ -289,15 +303,29 @@ class CudaStageRunner(StageRunner):
         return self._drafted(out.logits_BV[:num_rows].clone(), message)[:, None]
 
     def _verified(self, out: StepOutput, message: StepMessage) -> Tensor:
-        """Return the rows' new tokens where some have drafts: counts and tokens, on the host."""
-        assert self.model.head is not None and out.hidden_BQh is not None
+        """Return the rows' new tokens where some have drafts, or are drafted for, on the host."""
+        rows = self._new_tokens(self._wanted_logits(out, message), message)
+        drafts = None
+        if self.mtp is not None:
+            assert out.hidden_BQh is not None
+            drafts = self.mtp.draft(message, out.hidden_BQh[:, : sum(message.num_new)], rows)
+        return result_table(message, rows, drafts)
+
+    def _wanted_logits(self, out: StepOutput, message: StepMessage) -> Tensor | None:
+        """Return the logits that rows want, one row's behind the other's; None where none does."""
         places: list[int] = []
         end = 0
         for row, count in zip(message.paged, message.num_new, strict=True):
             end += count
             places += range(end - num_wanted(row), end)
-        hidden_Nh = out.hidden_BQh[0, upload(places, torch.long, self._device)]
-        return result_table(message, self._new_tokens(self.model.head(hidden_Nh), message), None)
+        if not places:
+            return None
+        places_N = upload(places, torch.long, self._device)
+        if out.logits_BV is not None:  # each row's newest token is its only one
+            return out.logits_BV[places_N]
+        assert self.model.head is not None and out.hidden_BQh is not None
+        logits_NV: Tensor = self.model.head(out.hidden_BQh[0, places_N])
+        return logits_NV
 
     def _looks_ahead(self, out: StepOutput, message: StepMessage) -> bool:
         """Have others find what guided rows may go on with, if there are any; return whether."""

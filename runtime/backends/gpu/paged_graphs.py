@@ -12,6 +12,7 @@ Legend: T places, R rows, h hidden, V vocabulary, S slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from torch.nn import functional
 
 from llmpq.kernels.fused.argmax import argmax
 from llmpq.kernels.kv.prompt_attend import prompt_runs
+from llmpq.kernels.recurrent.notes import FIELDS, noted_table
 from llmpq.runtime.backends.gpu.cuda_graphs import StepGraphs, StepOutput, rounded_rows
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.step import Span, StepMessage, num_revocable
 from llmpq.sizes.step_padding import CAPTURED_TOKENS, gpu_padded
 
 
@@ -43,9 +45,14 @@ def paged_step(
     padding_slot: int,
     max_end: int,
     chunks: bool,
+    noted: Tensor,
+    notes: bool,
     prompts: tuple[tuple[int, int], ...] = (),
 ) -> PagedStep:
-    """Return the step of rows whose table is on the device; `padding_slot`: the slot of padding."""
+    """Return the step of rows whose table is on the device; `padding_slot`: the slot of padding.
+
+    `noted`: what `NotedRows` made of them, if anything. `notes`: whether drafts may be among them.
+    """
     where, windowed = pages.places(rows_FR, num_places, padding_slot=padding_slot)
     return PagedStep(
         slots_B=where.slots_R,
@@ -59,8 +66,41 @@ def paged_step(
         where=where,
         where_windowed=windowed,
         chunks=chunks,
+        noted_FR=noted.view(FIELDS, -1) if len(noted) else None,
+        notes=notes and len(noted) > 0,
         prompts=prompts,
     )
+
+
+class NotedRows:
+    """How a step's rows go on from drafts that were refused, where a stage has recurrent layers."""
+
+    def __init__(self, pages: GpuPagedKVBase) -> None:
+        states = pages.states
+        self._states = states if states is not None and states.has_notes else None
+
+    def num_values(self, num_rows: int) -> int:
+        """Return how many numbers a step of so many rows, with padding, is sent."""
+        return 0 if self._states is None else FIELDS * num_rows
+
+    def values(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        revocable: Sequence[int],
+        *,
+        num_rows: int,
+    ) -> list[int]:
+        """Return those numbers, and note which tokens of the rows may be taken back."""
+        if self._states is None:
+            return []
+        given = zip(slots, starts, counts, revocable, strict=True)
+        rows = [
+            self._states.goes_on(Span(slot, start, count, 0, revocable))
+            for slot, start, count, revocable in given
+        ]
+        return [value for field in noted_table(rows, num_rows) for value in field]
 
 
 class PagedGraphs(StepGraphs):
@@ -75,12 +115,18 @@ class PagedGraphs(StepGraphs):
         most_tokens: int,
         num_slots: int,
         verifies: bool = False,
+        drafts: bool = False,
+        keeps_hidden: bool = False,
         **options: Any,
     ) -> None:
         """`chunks`: rows may have several tokens; `most_tokens`: of a step.
 
         `verifies`: hidden states of every place are the outcome, since verifies read several a row.
+        `drafts`: steps are the draft model's, all of whose tokens may be taken back.
+        `keeps_hidden`: hidden states are an outcome of the last stage, too.
         """
+        self._noted, self._drafts = NotedRows(kv), drafts
+        self._keeps_hidden = keeps_hidden
         self._chunks, self._padding_slot, self._verifies = chunks, num_slots, verifies
         self._places = gpu_padded(most_tokens) if chunks else rounded_rows(num_slots, num_slots)
         self._pages = kv
@@ -106,7 +152,8 @@ class PagedGraphs(StepGraphs):
 
     @property
     def _most_values(self) -> int:
-        return self._pages.num_work_split + self._places + self._num_fields(self._places)
+        noted = self._noted.num_values(self._num_rows(self._places))
+        return self._pages.num_work_split + self._places + self._num_fields(self._places) + noted
 
     def _num_rows(self, size: int) -> int:
         """Return the rows of a step's table; with chunks one more, which is padding."""
@@ -138,23 +185,36 @@ class PagedGraphs(StepGraphs):
             num_places=size,
         )
         rows = [value for row in table for value in row]
-        return [*self._pages.work_split(table), *rows, *tokens, *[0] * (size - len(tokens))]
+        noted = self._noted.values(
+            *(message.slots, message.starts, message.num_new, num_revocable(message)),
+            num_rows=self._num_rows(size),
+        )
+        padding = [0] * (size - len(tokens))
+        return [*self._pages.work_split(table), *rows, *tokens, *padding, *noted]
 
-    def _forward(
-        self, size: int, hidden_BQh: Tensor | None, *, every_place: bool = False
-    ) -> StepOutput:
-        """Run the stage on the static buffers; what a graph records."""
+    def _step(self, size: int) -> tuple[PagedStep, Tensor]:
+        """Return the step that was sent last, and its tokens."""
         num_rows = self._num_rows(size)
         parts = [self._pages.num_work_split, self._num_fields(size), size]
-        work_split, table, tokens_T = self._rows[: sum(parts)].split(parts)
+        parts.append(self._noted.num_values(num_rows))
+        work_split, table, tokens_T, noted = self._rows[: sum(parts)].split(parts)
         rows_FR = table.view(self._pages.num_fields, num_rows)
         step = paged_step(
             *(self._pages, rows_FR, work_split, size),
             padding_slot=self._padding_slot,
             max_end=self.max_end,
             chunks=self._chunks,
+            noted=noted,
+            notes=self._chunks or self._drafts,
             prompts=self._prompts if self._chunks else (),
         )
+        return step, tokens_T
+
+    def _forward(
+        self, size: int, hidden_BQh: Tensor | None, *, every_place: bool = False
+    ) -> StepOutput:
+        """Run the stage on the static buffers; what a graph records."""
+        step, tokens_T = self._step(size)
         x = hidden_BQh
         if x is None:
             last_T = self.last_token_S[step.where.slots_T]
@@ -168,5 +228,5 @@ class PagedGraphs(StepGraphs):
         if logits_RV is None:
             logits_RV = self._model.logits(y, step)
         tokens_R = argmax(logits_RV, slots_B=step.slots_B, table_S=self.last_token_S)
-        hidden = y if every_place else None
+        hidden = y if every_place or self._keeps_hidden else None
         return StepOutput(hidden_BQh=hidden, logits_BV=self._shared(logits_RV), tokens_B=tokens_R)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llmpq.kernels.fused.argmax import argmax
 from llmpq.runtime.backends.gpu.cuda_graphs import StepGraphs, StepOutput, rounded_rows
-from llmpq.runtime.backends.gpu.paged_graphs import paged_step
+from llmpq.runtime.backends.gpu.paged_graphs import NotedRows, paged_step
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.drafts.acceptance import agreeing_prefix
 from llmpq.runtime.drafts.draft_model import DraftModel
@@ -46,6 +46,7 @@ class PagedRoundGraphs(StepGraphs):
         assert isinstance(draft.kv, GpuPagedKVBase), "drafts over a pool read a pool"
         self._pages, self._draft, self._draft_pages = kv, draft, draft.kv
         self._gamma, self._padding_slot = gamma, num_slots
+        self._noted = NotedRows(kv)
         super().__init__(model, kv, num_slots=num_slots, max_rows=num_slots, **options)
 
     def sizes(self, most_rows: int) -> list[int]:
@@ -62,8 +63,10 @@ class PagedRoundGraphs(StepGraphs):
         """Return how many values are sent of a round: of its draft steps, its verify, its rows."""
         positions = self._gamma + 1
         pages, drafted = self._pages, self._draft_pages
-        draft = [drafted.num_work_split, drafted.num_fields * num_rows] * self._gamma
-        verify = [pages.num_work_split, pages.num_fields * (num_rows + 1)]
+        noted = self._noted.num_values(num_rows)
+        draft = [drafted.num_work_split, drafted.num_fields * num_rows, noted] * self._gamma
+        noted = self._noted.num_values(num_rows + 1)
+        verify = [pages.num_work_split, pages.num_fields * (num_rows + 1), noted]
         return [*draft, *verify, num_rows, num_rows, *[num_rows * positions] * 2]
 
     def _values(self, message: StepMessage, num_rows: int) -> list[int]:
@@ -76,21 +79,20 @@ class PagedRoundGraphs(StepGraphs):
         values: list[int] = []
         for place in range(self._gamma):
             drafting = sum(count > 1 + place for count in counts)
-            table = self._draft_pages.table(
-                slots[:drafting],
-                [start + place for start in starts[:drafting]],
-                [1] * drafting,
-                num_rows=num_rows,
-                num_places=num_rows,
-            )
+            one_each = [1] * drafting
+            rows = slots[:drafting], [start + place for start in starts[:drafting]], one_each
+            table = self._draft_pages.table(*rows, num_rows=num_rows, num_places=num_rows)
             values += self._draft_pages.work_split(table)
             values += [value for row in table for value in row]
+            values += self._noted.values(*rows, one_each, num_rows=num_rows)
         num_places, lasts = num_rows * positions, [count - 1 for count in message.num_new]
         table = self._pages.table(
             slots, starts, counts, num_rows=num_rows + 1, num_places=num_places
         )
         values += self._pages.work_split(table)
         values += [value for row in table for value in row]
+        drafts = [count - 1 for count in counts]
+        values += self._noted.values(slots, starts, counts, drafts, num_rows=num_rows + 1)
         values += [message.tokens[row][0] for row in order] + [0] * (num_rows - len(order))
         values += lasts + [0] * (num_rows - len(order))
         source = [at * positions + q for at, count in enumerate(counts) for q in range(count)]
@@ -110,7 +112,7 @@ class PagedRoundGraphs(StepGraphs):
         *steps, newest_R, drafts_R, source_T, back_T = self._rows[: sum(parts)].split(parts)
         draft, tokens = self._draft, [newest_R.long()]
         for place in range(self._gamma):
-            work_split, rows = steps[2 * place : 2 * place + 2]
+            work_split, rows, noted = steps[3 * place : 3 * place + 3]
             step = paged_step(
                 self._draft_pages,
                 rows.view(self._draft_pages.num_fields, num_rows),
@@ -119,11 +121,13 @@ class PagedRoundGraphs(StepGraphs):
                 padding_slot=self._padding_slot,
                 max_end=self.max_end,
                 chunks=False,
+                noted=noted,
+                notes=True,
             )
             hidden = draft.model(tokens[-1][None], step, draft.kv)
             tokens.append(argmax(draft.model.logits(hidden, step)))
         tokens_T = torch.stack(tokens, dim=1).flatten()[source_T.long()]
-        work_split, rows = steps[2 * self._gamma :]
+        work_split, rows, noted = steps[3 * self._gamma :]
         step = paged_step(
             self._pages,
             rows.view(self._pages.num_fields, num_rows + 1),
@@ -132,6 +136,8 @@ class PagedRoundGraphs(StepGraphs):
             padding_slot=self._padding_slot,
             max_end=self.max_end,
             chunks=True,
+            noted=noted,
+            notes=True,
         )
         y = self._model(tokens_T[None], step, self._kv)
         assert self._model.head is not None, "rounds in one step are a whole model's"

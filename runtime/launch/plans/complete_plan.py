@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from llmpq.capabilities import ExecutionMode, execution_modes, lacking_sentence, require
+from llmpq.capabilities import execution_modes, require
 from llmpq.cost_model import CostModel
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
@@ -28,7 +28,6 @@ from llmpq.sizes.stated_pool import stated_pool
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
     MAX_GAMMA,
-    MTP_ON_CPUS,
     PlanTimes,
     SpeculationMode,
     StepTimes,
@@ -57,7 +56,7 @@ def complete_plan(
     `ValueError` what GPUs do not run.
     """
     plan = _with_kv(plan, spec, options)
-    options = _known_drafts(plan, spec, decide_drafts(plan, options, stored, mtp=mtp), options)
+    options = decide_drafts(plan, options, stored, mtp=mtp)
     _require_kv(plan, spec, options)
     planned = None if plan.speculation is None else plan.speculation.mode
     if options.draft_mode != planned:  # the plan counts what its own drafts keep
@@ -69,23 +68,6 @@ def complete_plan(
         stated = PoolPlan(plan, spec, options).stated
         plan = plan.model_copy(update={"pool": stated})
     return plan, options
-
-
-def _known_drafts(
-    plan: Plan, spec: ModelSpec, decided: EngineOptions, asked: EngineOptions
-) -> EngineOptions:
-    """Refuse drafts that no device of the plan runs for the model; `auto` goes without them."""
-    ways: tuple[ExecutionMode, ...] = ("gpu_drafts",)
-    on_cpus = all(stage.is_cpu for stage in plan.stages)
-    if decided.speculate is None or on_cpus:
-        return decided
-    lacking = lacking_sentence(spec, ways, max_len=plan.workload.max_len)
-    if lacking is None:
-        return decided
-    if asked.speculate == AUTO:
-        _log.info("speculation: off, %s", lacking)
-        return replace(decided, speculate=None, gamma=None, costs=None)
-    raise ValueError(lacking)
 
 
 def _require_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> None:
@@ -246,9 +228,7 @@ def _require_usable(
         return
     if mode == "mtp":
         raise ValueError(
-            MTP_ON_CPUS
-            if mtp
-            else f"speculate='mtp' needs a head that predicts a further token, and "
+            f"speculate='mtp' needs a head that predicts a further token, and "
             f"{plan.model.name} has none that llmpq knows among its tensors; choose one of {usable}"
         )
     if mode in usable_modes(plan):

@@ -4,6 +4,7 @@ import pytest
 
 from llmpq.kernels.recurrent.convolve import convolve_kernel, tail_kernel
 from llmpq.kernels.recurrent.gated_norm import gated_norm_kernel
+from llmpq.kernels.recurrent.notes import note_kernel
 from llmpq.kernels.recurrent.state_scan import pairs_kernel, scan_kernel
 from llmpq.kernels.recurrent.state_walk import walk_kernel
 from reference.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
@@ -22,11 +23,17 @@ SCAN = {"HEADS": 32, "SHARED": 2, "N": 128, "P": 128, "PADDED_N": 128, "BLOCK_T"
 SCAN |= {"PRECISION": "tf32", "FIXED": False}
 FLOAT32 = {"DELTA": True, "BLOCK_P": 32, "PRECISION": "ieee", "N": 32, "PADDED_N": 32}
 """Smaller keys: products without tensor cores are long code."""
+NOTED = {"NOTES": 7}
 KERNELS = {
     "convolve": (convolve_kernel, CONVOLVE, 4),
     "convolve-single": (convolve_kernel, CONVOLVE | SINGLE, 1),
     "convolve-gated": (convolve_kernel, CONVOLVE | {"TAPS": 3, "GATED": True, "PARTS": 4}, 4),
     "tail": (tail_kernel, {"TAPS": 4, "GATED": False, "BLOCK": 128}, 1),
+    "convolve-noted": (convolve_kernel, CONVOLVE | NOTED, 4),
+    "tail-noted": (tail_kernel, {"TAPS": 3, "GATED": True, "BLOCK": 128} | NOTED, 1),
+    "note": (note_kernel, {"GATED": False, "BLOCK": 512} | NOTED, 4),
+    "delta-noted": (walk_kernel, WALK | {"DELTA": True, "BLOCK_P": 32} | NOTED, 1),
+    "mamba2-noted": (walk_kernel, WALK | MAMBA | NOTED, 2),
     "delta": (walk_kernel, WALK | {"DELTA": True}, 2),
     "delta-few": (walk_kernel, WALK | {"DELTA": True, "BLOCK_P": 32}, 1),
     "delta-kda": (walk_kernel, WALK | {"DELTA": True, "BY_CHANNEL": True, "SHARED": 1}, 2),
@@ -46,7 +53,7 @@ KERNELS = {
         8,
     ),
 }
-INTEGERS = ("num_rows", "longest", "shortest", "places", "channels", "groups")
+INTEGERS = ("inputs", "num_rows", "longest", "shortest", "places", "channels", "groups")
 FLOATS = ("scale", "eps", "beta_factor")
 
 
@@ -56,11 +63,13 @@ FLOATS = ("scale", "eps", "beta_factor")
 def test_compiles_within_shared_memory(name, arch):
     kernel, constants, warps = KERNELS[name]
     constants = constants | {"PDL": arch >= 90}
+    if "NOTES" in kernel.arg_names:
+        constants = {"NOTES": 0} | constants
     arguments = {}
     for argument in kernel.arg_names:
         if argument in constants:
             continue
-        if argument in ("rows", "moves"):
+        if argument in ("rows", "moves", "noted_rows"):
             arguments[argument] = "*i32"
         elif argument == "slots":
             arguments[argument] = "*i64"

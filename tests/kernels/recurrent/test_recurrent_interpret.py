@@ -1,6 +1,7 @@
 """The kernels of recurrent layers, interpreted, against their twins."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,17 +9,24 @@ from triton import knobs
 
 from llmpq.kernels.recurrent.convolve import convolve_rows, convolve_rows_reference
 from llmpq.kernels.recurrent.gated_norm import gated_norm, gated_norm_reference
+from llmpq.kernels.recurrent.notes import note_rows, note_rows_reference
 from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows, scans
 from llmpq.kernels.recurrent.state_walk import walk_rows, walk_rows_reference
 from reference.recurrent_rows import (
     CHUNKS,
     KINDS,
     LONG,
+    NOTED,
+    NOTED_ROWS,
+    ONE_EACH,
     SINGLE,
+    SINGLE_NOTED,
     SLOTS,
+    copy_of,
     normal,
     recurrent_inputs,
     slots_of,
+    some_notes,
     table,
 )
 
@@ -70,6 +78,74 @@ def test_walk(rows, kind, monkeypatch):
     walk_rows(mixed, steps, form, own, rows_FR, MOVES)
     torch.testing.assert_close(own, want_states)
     assert not torch.equal(want_states, states)
+
+
+BOTH = pytest.mark.parametrize(
+    ("rows", "noted"), [(NOTED_ROWS, NOTED), (SINGLE_NOTED, ONE_EACH)], ids=["chunks", "single"]
+)
+
+
+@BOTH
+@pytest.mark.parametrize(("taps", "gated"), [(4, False), (3, True)])
+def test_convolution_behind_noted_tokens(rows, noted, taps, gated, monkeypatch):
+    rows_FR, places = table(rows)
+    channels = 70
+    x = normal(places, 3 * channels + 5, seed=1)[:, : (3 if gated else 1) * channels]
+    weight, shift = normal(channels, 1, taps, seed=2), normal(channels, seed=3)
+    tails, notes = normal(SLOTS, taps - 1, channels, seed=4), some_notes(noted, channels, 6)
+    want_tails, want_notes = tails.clone(), copy_of(notes)
+    given = {"gated": gated}
+    want = convolve_rows_reference(
+        *(x, weight, shift, want_tails, rows_FR), notes=want_notes, **given
+    )
+    chunks = rows is NOTED_ROWS
+    for parts in (1, 3) if chunks else (1,):
+        monkeypatch.setattr("llmpq.kernels.recurrent.convolve.PART_TOKENS", -(-places // parts))
+        own, own_notes = tails.clone(), copy_of(notes)
+        options = {"chunks": chunks, "notes": own_notes, **given}
+        convolve = partial(convolve_rows, x, weight, shift, own, rows_FR, **options)
+        torch.testing.assert_close(convolve(STAYS), want)
+        assert torch.equal(own, tails), "a tail moved on"
+        convolve(MOVES)
+        torch.testing.assert_close(own, want_tails)
+        torch.testing.assert_close(own_notes.mixed_SME, want_notes.mixed_SME)
+        assert torch.equal(own_notes.noted_SME, notes.noted_SME)
+    assert not torch.equal(want_tails, tails)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", KINDS)
+def test_walk_behind_noted_tokens(rows, noted, kind):
+    rows_FR, places = table(rows)
+    mixed, steps, form, states = recurrent_inputs(places, kind)
+    given = 0 if kind == "lightning" else steps.shape[1]
+    notes, want_states = some_notes(noted, mixed.shape[1], given), states.clone()
+    want = walk_rows_reference(mixed, steps, form, want_states, rows_FR, notes=notes)
+    own = states.clone()
+    got = walk_rows(mixed, steps, form, own, rows_FR, STAYS, notes=notes)
+    torch.testing.assert_close(got, want)
+    assert torch.equal(own, states), "a state moved on"
+    walk_rows(mixed, steps, form, own, rows_FR, MOVES, notes=notes)
+    torch.testing.assert_close(own, want_states)
+    assert not torch.equal(want_states, states)
+
+
+@BOTH
+@pytest.mark.parametrize(("gated", "steps"), [(False, 6), (True, 0)])
+def test_notes(rows, noted, gated, steps, monkeypatch):
+    monkeypatch.setattr("llmpq.kernels.recurrent.notes.BLOCK", 32)
+    rows_FR, places = table(rows)
+    channels = 70
+    x = normal(places, 3 * channels + 5, seed=1)[:, : (3 if gated else 1) * channels]
+    given = x, normal(places, 9, seed=2)
+    notes = some_notes(noted, channels, steps)
+    want, own = copy_of(notes), copy_of(notes)
+    note_rows_reference(*given, want, rows_FR, channels=channels, gated=gated)
+    note_rows(*given, own, rows_FR, STAYS, channels=channels, gated=gated)
+    assert torch.equal(own.noted_SME, notes.noted_SME), "something was noted"
+    note_rows(*given, own, rows_FR, MOVES, channels=channels, gated=gated)
+    torch.testing.assert_close(own.noted_SME, want.noted_SME)
+    assert not torch.equal(want.noted_SME, notes.noted_SME)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kda"])

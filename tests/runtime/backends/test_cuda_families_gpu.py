@@ -51,9 +51,10 @@ def test_tokens_and_scores_equal_a_cpu(
     compute = captured.computes[0]
     assert isinstance(compute, CudaStageRunner) and not compute.model.asks_host
     assert all(compute.captured), "steps ran without a graph"
-    if not lacks(spec, "drafts") and not lacks(spec, "gpu_drafts"):
+    if not lacks(spec, "drafts"):
         drafter = Knowing(want[64].tokens, spec.vocab)
-        drafted = served(captured, prompts, POOL, new=NEW, drafter=drafter)
+        noting = stages_of(directory, plan, POOL, device="cuda", speculate="ngram")
+        drafted = served(noting, prompts, POOL, new=NEW, drafter=drafter)
         assert drafted.tokens == want[64].tokens
         assert sum(drafter.acceptance.accepted) > 0 and drafter.acceptance.refusals > 0
 
@@ -88,7 +89,7 @@ def test_packed_caches_and_drafts_from_them_in_half_precision(
     beyond = zip(on_gpu.prompt_scores[0][150:], on_cpu.prompt_scores[0][150:], strict=True)
     apart = [abs(ours - theirs) for ours, theirs in beyond]
     assert sum(apart) / len(apart) < NEAR
-    if lacks(spec, "drafts", max_len=300) or lacks(spec, "gpu_drafts"):
+    if lacks(spec, "drafts", max_len=300):
         return
     drafting = stages_of(directory, plans["kv16"], PACKED, device="cuda", speculate="kv4")
     drafter = FixedDrafter("kv4", 3)

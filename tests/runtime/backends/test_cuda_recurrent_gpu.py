@@ -5,6 +5,7 @@ That those are Transformers' is tested on CPUs, where its version is pinned.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
+from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.request import MicroBatch, Request
@@ -72,9 +74,14 @@ def stages_of(
 
 
 def served(
-    stages: OpenStages, prompts: list[list[int]], *, make: Any = Scheduler, **changed: Any
+    stages: OpenStages,
+    prompts: list[list[int]],
+    *,
+    make: Any = Scheduler,
+    drafter: FixedDrafter | None = None,
+    **changed: Any,
 ) -> tuple[list[list[int]], list[Request]]:
-    """Return each prompt's tokens, and the requests."""
+    """Return each prompt's tokens, and the requests; `drafter`: what drafts for them."""
     values = {
         "num_blocks": POOL.num_blocks,
         "max_rows": POOL.slots,
@@ -85,7 +92,7 @@ def served(
         "num_stages": len(stages.computes),
         "snapshots": POOL.snapshots,
     }
-    scheduler = make(PoolLimits(**values | changed))
+    scheduler = make(PoolLimits(**values | changed), drafter=drafter)
     requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
     tokens = stages.run(scheduler, requests).tokens
     scheduler.check()
@@ -156,9 +163,78 @@ def test_what_is_counted_is_allocated(models: Any, make_plan: Any, kind: str) ->
         assert compute.kv.all_nbytes == counted
 
 
-def test_drafts_are_refused(models: Any, make_plan: Any) -> None:
-    spec = ModelSpec.from_directory(models.directory("bamba"))
-    plan = make_plan(models.directory("bamba"), (), batch=3)
-    source = CheckpointSource(models.directory("bamba"), spec)
-    with pytest.raises(ValueError, match="recurrent layers.*speculation on a GPU"):
-        OpenStages(plan, spec, source, device="cuda", pool=POOL, speculate="ngram")
+class Guesses(FixedDrafter):
+    """Drafts what a request goes on with, at places that a seed chooses something else."""
+
+    def __init__(self, expected: list[list[int]]) -> None:
+        super().__init__("ngram", 5)
+        self._expected, self._rng = expected, random.Random(7)
+
+    def propose(self, request: Request, gamma: int) -> list[int]:
+        """Return drafts of which some are wrong."""
+        at = len(request.output)
+        right = self._expected[request.id][at : at + gamma]
+        return [token if self._rng.random() < 0.7 else 0 for token in right]
+
+
+DRAFTED: dict[str, Any] = {"tokens_ahead": 1, "snapshots": 0, "prefix_cache": False}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refused_drafts_leave_no_state(
+    models: Any, make_plan: Any, random_prompts: Any, greedy: Any, kind: str
+) -> None:
+    """From graphs and without: beside chunks, and when rows change hands."""
+    prompts = random_prompts(70, 33, 2, 9, 1)
+    wanted, directory = greedy(kind, prompts), models.directory(kind)
+    for graphs in (True, False):
+        stages = stages_of(directory, make_plan, speculate="ngram", graphs=graphs)
+        for step_tokens, make in ((1, Scheduler), (33, Preempting), (64, Scheduler)):
+            drafter = Guesses(wanted)
+            options: dict[str, Any] = {"step_tokens": step_tokens, "make": make, "drafter": drafter}
+            assert served(stages, prompts, **options, **DRAFTED)[0] == wanted
+            assert drafter.acceptance.refusals > 0 < sum(drafter.acceptance.accepted)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("splits", [(1,), (1, 3)])
+def test_stages_take_drafts_back_together(
+    models: Any, make_plan: Any, random_prompts: Any, greedy: Any, kind: str, splits: Any
+) -> None:
+    prompts, directory = random_prompts(70, 33, 2, 9, 1), models.directory(kind)
+    if splits[-1] >= ModelSpec.from_directory(directory).num_layers:
+        return
+    wanted, drafter = greedy(kind, prompts), None
+    stages = stages_of(directory, make_plan, splits, speculate="ngram")
+    for make in (Scheduler, Preempting):
+        drafter = Guesses(wanted)
+        assert served(stages, prompts, make=make, drafter=drafter, **DRAFTED)[0] == wanted
+        assert sum(drafter.acceptance.accepted) > 0
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize(
+    ("mode", "bits", "splits"),
+    [("qspec", "w4a16", ()), ("qspec", "w4a16", (1,)), ("ngram", "w4a16", ())],
+)
+def test_drafts_by_the_model_leave_no_state(
+    models: Any,
+    make_plan: Any,
+    random_prompts: Any,
+    kind: str,
+    mode: Any,
+    bits: str,
+    splits: Any,
+) -> None:
+    """In rounds of one captured step, and step by step over stages."""
+    prompts, directory = random_prompts(41, 7, 2, 9), models.directory(kind)
+    spec = ModelSpec.from_directory(directory)
+    plan = make_plan(directory, splits, batch=3, prompt_len=200, gen_len=NEW, bits=bits)
+    source, given = CheckpointSource(directory, spec), {"device": "cuda", "pool": POOL}
+    plain = OpenStages(plan, spec, source, **given)
+    wanted, _ = served(plain, prompts, tokens_ahead=1)
+    stages = OpenStages(plan, spec, source, speculate=mode, **given)
+    for make in (Scheduler, Preempting):
+        drafter = Guesses(wanted) if mode == "ngram" else FixedDrafter(mode, 3)
+        assert served(stages, prompts, make=make, drafter=drafter, **DRAFTED)[0] == wanted
+        assert sum(drafter.acceptance.accepted) > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from typing import Any
 
 import pytest
@@ -9,21 +11,28 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.fused.rope_append import rope_append_pages_reference
+from llmpq.kernels.kv.paged import packed_pages_plan
+from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
+from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
-from llmpq.runtime.cache import gpu_paged_kv
-from llmpq.runtime.cache.gpu_paged_kv import GpuPagedKV
-from llmpq.runtime.cache.gpu_paged_latents import GpuPagedLatents
+from llmpq.runtime.cache import gpu_packed_kv, gpu_paged_kv
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.recurrent_states import with_states
+from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import MicroBatch, Request, StepKind
+from llmpq.runtime.step import StepMessage
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
+from llmpq.speculation import SpeculationMode
+from reference.interpreted_stage import gpu_pool
 from reference.open_stages import OpenStages
 
 pytestmark = [
@@ -63,28 +72,65 @@ def _on_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def stages_of(directory: Any, make_plan: Any, *, step_tokens: int) -> OpenStages:
-    """Return a stage of a whole model as on a GPU."""
+ONE_AT_A_TIME = threading.Lock()
+"""Triton's interpreter serves one thread."""
+
+
+class OneAtATime(CudaStageRunner):
+    """A stage that computes while no other does."""
+
+    kinds: tuple[StepKind, ...] = ()
+
+    def run(self, message: StepMessage, hidden_BQH: Any) -> Any:
+        """As of `CudaStageRunner`."""
+        self.kinds = (*self.kinds, message.kind)
+        with ONE_AT_A_TIME:
+            return super().run(message, hidden_BQH)
+
+
+def stages_of(
+    directory: Any,
+    make_plan: Any,
+    *,
+    step_tokens: int,
+    splits: tuple[int, ...] = (),
+    speculate: SpeculationMode | None = None,
+    bits: str = "w16a16",
+) -> OpenStages:
+    """Return the stages of a model as on GPUs."""
     spec = ModelSpec.from_directory(directory)
-    plan = make_plan(directory, batch=3)
-    stages = OpenStages(plan, spec, CheckpointSource(directory, spec), pool=POOL)
-    base, _ = build_stage(plan, 0, spec, CheckpointSource(directory, spec), CPU, POOL)
-    layers = [n for n in range(spec.num_layers) if spec.has_kv(n)]
-    pages = with_states(
-        (GpuPagedLatents if spec.latent else GpuPagedKV)(
-            spec, layers=layers, size=POOL, dtype=torch.float32, device=CPU
-        ),
+    plan = make_plan(directory, splits, batch=3, bits=bits)
+    source = CheckpointSource(directory, spec)
+    stages = OpenStages(plan, spec, source, pool=POOL)
+    stages.computes = []
+    for index, stage in enumerate(plan.stages):
+        base, _ = build_stage(plan, index, spec, source, CPU, POOL)
+        layers = range(*stage.layers)
+        pool = make_pool(spec, KVPrecision.KV16, POOL, layers=layers)
+        given = base.model, pool, CPU, torch.float32
+        stages.computes.append(OneAtATime(*given, size=POOL, step_tokens=step_tokens))
+        if speculate is not None:
+            stages.computes[-1].enable_speculation(speculate, POOL, layers=layers)
+    return stages
+
+
+def make_pool(
+    spec: ModelSpec, kv: KVPrecision, size: PoolSize, *, layers: Any, **_: Any
+) -> GpuPagedKVBase:
+    """Return the pool that a GPU has, with states, on a CPU."""
+    own = [n for n in layers if spec.has_kv(n)]
+    pool = gpu_pool(spec, kv, size, layers=own)
+    if size.is_copy:
+        return pool
+    return with_states(
+        pool,
         spec,
-        num_layers=sum(map(spec.has_state, range(spec.num_layers))),
-        slots=POOL.slots,
-        snapshots=POOL.snapshots,
+        num_layers=sum(map(spec.has_state, layers)),
+        slots=size.slots,
+        snapshots=size.snapshots,
         dtype=torch.float32,
         device=CPU,
     )
-    stages.computes = [
-        CudaStageRunner(base.model, pages, CPU, torch.float32, size=POOL, step_tokens=step_tokens)
-    ]
-    return stages
 
 
 def limits(step_tokens: int, **changed: Any) -> PoolLimits:
@@ -127,3 +173,91 @@ def test_a_prompt_goes_on_from_the_state_of_another(
     found = stages.run(Scheduler(given), requests).tokens
     assert [found[i] for i in range(2)] == [row[:NEW] for row in models.greedy("bamba", prompts)]
     assert requests[1].num_prefix_hits == 128
+
+
+class Guesses(FixedDrafter):
+    """Drafts what a request goes on with, at places that a seed chooses something else."""
+
+    def __init__(self, expected: dict[int, list[int]]) -> None:
+        super().__init__("ngram", 3)
+        self._expected, self._rng = expected, random.Random(7)
+
+    def propose(self, request: Request, gamma: int) -> list[int]:
+        """Return drafts of which some are wrong."""
+        at = len(request.output)
+        right = self._expected[request.id][at : at + gamma]
+        return [token if self._rng.random() < 0.6 else 0 for token in right]
+
+
+class Preempting(Scheduler):
+    """Preempts running requests at random steps, drafted for or not."""
+
+    rng = random.Random(2)
+
+    def next_micro_batch(self) -> MicroBatch | None:
+        """Return the next step."""
+        if self._running and self.rng.random() < 0.1:
+            self._preempt(self.rng.choice(self._running))
+        return super().next_micro_batch()
+
+
+MORE = 6
+FORMS = ("qwen3_5", "lfm2", "bamba", "kimi_linear", "minimax")
+"""Kinds whose recurrent layers are of each form."""
+
+
+def drafting(prompts: list[list[int]]) -> list[Request]:
+    return [Request(id=i, prompt=tuple(p), max_new=MORE) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_refused_drafts_leave_no_state(
+    models: Any, make_plan: Any, random_prompts: Any, kind: str
+) -> None:
+    """Beside chunks; requests are preempted, and rows change hands."""
+    prompts, splits = random_prompts(9, 3, 1, 4), (1,) if kind == "bamba" else ()
+    directory = models.directory(kind)
+    expected = {i: row[:MORE] for i, row in enumerate(models.greedy(kind, prompts))}
+    stages = stages_of(directory, make_plan, step_tokens=11, splits=splits, speculate="ngram")
+    drafter, own = Guesses(expected), limits(11, tokens_ahead=1, num_stages=len(splits) + 1)
+    scheduler = Preempting(own, drafter=drafter)
+    assert stages.run(scheduler, drafting(prompts)).tokens == expected
+    scheduler.check()
+    assert drafter.acceptance.refusals > 0 < sum(drafter.acceptance.accepted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "splits"),
+    [
+        ("qwen3_5", "qspec", ()),
+        ("bamba", "kv4", ()),
+        ("lfm2", "w4kv4", (1,)),
+    ],
+)
+def test_drafts_by_the_model_leave_no_state(
+    models: Any,
+    make_plan: Any,
+    random_prompts: Any,
+    kind: str,
+    mode: SpeculationMode,
+    splits: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In rounds of one step, and step by step over stages."""
+    monkeypatch.setattr(gpu_packed_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
+    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
+    PackedPlan.of.__func__.cache_clear()  # type: ignore[attr-defined]
+    monkeypatch.setattr(stage_runner, "make_paged_kv", make_pool)
+    prompts, directory = random_prompts(9, 2), models.directory(kind)
+    given: dict[str, Any] = {"step_tokens": 11, "splits": splits}
+    if mode == "qspec":
+        given["bits"] = "w4a16"
+    own = limits(11, tokens_ahead=1, num_stages=len(splits) + 1)
+    plain = stages_of(directory, make_plan, **given)
+    expected = plain.run(Scheduler(own), drafting(prompts)).tokens
+    stages = stages_of(directory, make_plan, speculate=mode, **given)
+    drafter = FixedDrafter(mode, 3)
+    assert stages.run(Scheduler(own, drafter=drafter), drafting(prompts)).tokens == expected
+    assert sum(drafter.acceptance.accepted) > 0
+    assert (StepKind.DRAFT if splits else StepKind.ROUND) in stages.computes[0].kinds

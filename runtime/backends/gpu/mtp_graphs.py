@@ -1,0 +1,102 @@
+"""Steps of the model's own head that drafts (MTP) on a GPU, captured as the model's are.
+
+Two sets: what is new of requests, several tokens a row; and a further token of each row behind what
+was drafted last.
+
+Legend: T places, h hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput
+from llmpq.runtime.backends.gpu.paged_graphs import PagedGraphs
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
+from llmpq.runtime.drafts.acceptance import DraftProbs
+from llmpq.runtime.drafts.mtp_drafts import MOST_WAITING, MtpDrafts
+from llmpq.runtime.models.mtp_head import MtpHead
+from llmpq.runtime.models.sampling import likeliest
+from llmpq.runtime.models.stage_model import StageModel
+from llmpq.runtime.request import PagedRow, StepKind
+from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.step import StepMessage
+
+
+class MtpGraphs(PagedGraphs):
+    """Runs steps of the head over a pool of its own; it is not cut over a stage's devices."""
+
+    def __init__(
+        self, model: StageModel, kv: GpuPagedKVBase, head: MtpHead, **options: Any
+    ) -> None:
+        """`model`: the stage that the head is behind; `options`: as of `PagedGraphs`."""
+        super().__init__(model, kv, **options)
+        self._head, self._reduce = head, None
+
+    def _forward(
+        self, size: int, hidden_BQh: Tensor | None, *, every_place: bool = False
+    ) -> StepOutput:
+        """Run the head on the static buffers; what a graph records."""
+        step, tokens_T = self._step(size)
+        assert hidden_BQh is not None
+        return StepOutput(hidden_BQh=self._head(tokens_T[None].long(), hidden_BQh, step, self._kv))
+
+
+class CudaMtpDrafts(MtpDrafts):
+    """What the head knows of the requests of a pool on a GPU."""
+
+    def __init__(
+        self,
+        head: MtpHead,
+        kv: GpuPagedKVBase,
+        probs: DraftProbs,
+        model: StageModel,
+        **options: Any,
+    ) -> None:
+        """`model`, `options`: as of `MtpGraphs`; the rest as of `MtpDrafts`."""
+        super().__init__(head, kv, probs)
+        options["most_tokens"] += options["num_slots"] * (MOST_WAITING + 1)
+        make = partial(MtpGraphs, model, kv, head, **options)
+        self.single, self._several = make(chunks=False), make(chunks=True)
+
+    def share(self, others: PagedGraphs) -> None:
+        """Capture where the stage's own steps are."""
+        for graphs in (self.single, self._several):
+            graphs.share(others)
+
+    def further(self, message: StepMessage) -> Tensor:
+        """Return a further token of each row, of hidden states of zeros; to be timed."""
+        self.kv.take_rows(message.paged, message.starts)
+        width = self.head.hidden_norm.weight.numel()
+        zeros_1Bh = self.head.hidden_norm.weight.new_zeros(1, message.num_rows, width)
+        out_BQh = self.single.run(message, zeros_1Bh).hidden_BQh
+        assert out_BQh is not None
+        return likeliest(self.head.logits(self.head.goes_on(out_BQh[0, : message.num_rows])))
+
+    def _run(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        tokens: Sequence[int],
+        hidden_Th: Tensor,
+    ) -> Tensor:
+        ends = [sum(counts[: row + 1]) for row in range(len(counts))]
+        message = StepMessage(
+            kind=StepKind.DECODE,
+            slots=slots,
+            starts=starts,
+            num_new=counts,
+            sample_steps=[0] * len(slots),
+            sampling=[SamplerConfig()] * len(slots),
+            tokens=[tokens[end - count : end] for end, count in zip(ends, counts, strict=True)],
+            paged=[PagedRow(slot=slot) for slot in slots],
+        )
+        graphs = self.single if max(counts) == 1 else self._several
+        out_BQh = graphs.run(message, hidden_Th[None]).hidden_BQh
+        assert out_BQh is not None
+        return out_BQh[0, : len(tokens)]

@@ -1,0 +1,122 @@
+"""The model's own head (MTP) through a GPU's stage, its kernels interpreted."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.kernels.fused.rope_append import rope_append_pages_reference
+from llmpq.kernels.weights import dense_weight
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
+from llmpq.runtime.backends import stage_runner
+from llmpq.runtime.backends.build_stage import build_head, build_stage
+from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers
+from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
+from llmpq.runtime.backends.gpu.mtp_graphs import CudaMtpDrafts
+from llmpq.runtime.cache import gpu_paged_kv
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
+from llmpq.runtime.cache.recurrent_states import with_states
+from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
+from llmpq.runtime.request import Request
+from llmpq.runtime.step import StepMessage
+from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.pool_size import PoolSize
+from reference.interpreted_stage import gpu_pool
+from reference.mtp_models import make_mtp_model
+from reference.open_stages import OpenStages
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+CPU, NEW = torch.device("cpu"), 5
+POOL = PoolSize(num_blocks=6, slots=2, max_len=80, prefix_cache=False)
+ONE_AT_A_TIME = threading.Lock()
+"""Triton's interpreter serves one thread."""
+
+
+class OneAtATime(CudaStageRunner):
+    """A stage that computes while no other does."""
+
+    def run(self, message: StepMessage, hidden_BQH: Any) -> Any:
+        """As of `CudaStageRunner`."""
+        with ONE_AT_A_TIME:
+            return super().run(message, hidden_BQH)
+
+
+def pool_of(
+    spec: ModelSpec, kv: KVPrecision, size: PoolSize, *, layers: Any, **_: Any
+) -> GpuPagedKVBase:
+    """Return the pool that a GPU has, with states, on a CPU."""
+    pool = gpu_pool(spec, kv, size, layers=[n for n in layers if spec.has_kv(n)])
+    count = sum(map(spec.has_state, layers))
+    given: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "snapshots": 0}
+    return with_states(pool, spec, num_layers=count, slots=size.slots, **given)
+
+
+@pytest.mark.parametrize(("kind", "splits"), [("qwen3_5", ()), ("glm4_moe", (1,))])
+def test_drafts_of_the_head_change_no_token(
+    kind: str,
+    splits: tuple[int, ...],
+    models: Any,
+    make_plan: Any,
+    random_prompts: Any,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And are those of a CPU's stage: as many are kept."""
+    torch.set_num_threads(1)
+    model = make_mtp_model(tmp_path, kind, *models.options(kind))
+    spec, prompts = ModelSpec.from_directory(tmp_path), random_prompts(9, 3)
+    plan, source = make_plan(tmp_path, splits, batch=2), CheckpointSource(tmp_path, spec)
+    limits = PoolLimits(
+        num_blocks=POOL.num_blocks,
+        max_rows=POOL.slots,
+        max_len=POOL.max_len,
+        step_tokens=7,
+        decode_rows=POOL.slots,
+        num_stages=len(plan.stages),
+        tokens_ahead=1,
+        prefix_cache=False,
+    )
+
+    def run(stages: OpenStages) -> tuple[dict[int, list[int]], list[int]]:
+        drafter = FixedDrafter("mtp", 3)
+        requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+        tokens = stages.run(Scheduler(limits, drafter=drafter), requests).tokens
+        assert drafter.acceptance.verifies > 0
+        return tokens, drafter.acceptance.accepted
+
+    stages = OpenStages(plan, spec, source, pool=POOL, speculate="mtp")
+    wanted = run(stages)
+    assert wanted[0] == {i: model.greedy(prompt, NEW) for i, prompt in enumerate(prompts)}
+    monkeypatch.setattr(gpu_paged_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
+    monkeypatch.setattr(
+        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
+    )
+    monkeypatch.setattr(
+        DecoderLayer,
+        "forward",
+        lambda layer, *given, **options: cuda_layers.decoder_layer(layer, *given, **options),
+    )
+    monkeypatch.setattr(stage_runner, "make_paged_kv", pool_of)
+    stages.computes = []
+    for index, stage in enumerate(plan.stages):
+        base, _ = build_stage(plan, index, spec, source, CPU, POOL)
+        layers = range(*stage.layers)
+        pool = pool_of(spec, KVPrecision.KV16, POOL, layers=layers)
+        compute = OneAtATime(base.model, pool, CPU, torch.float32, size=POOL, step_tokens=7)
+        head = build_head(plan, index, source, compute, CPU)
+        compute.enable_speculation("mtp", POOL, layers=layers, head=head)
+        stages.computes.append(compute)
+    assert isinstance(stages.computes[-1].mtp, CudaMtpDrafts)
+    assert run(stages) == wanted
