@@ -84,16 +84,21 @@ SINGLE_NOTED = [(2, 7, 1), (0, 5, 1), (3, 8, 1), (4, 300, 1), (-1, 0, 1)]
 MOST_NOTED = 7
 
 
-def some_notes(noted: Sequence[tuple[int, ...]], channels: int, steps: int) -> Notes:
+def some_notes(
+    noted: Sequence[tuple[int, ...]],
+    channels: int,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+) -> Notes:
     """Return notes of some earlier step, and the rows that go on from them."""
     shape = (SLOTS, MOST_NOTED, channels + steps)
-    notes, mixed = normal(*shape, seed=11), normal(*shape, seed=12)
+    notes, mixed = normal(*shape, seed=11).to(dtype), normal(*shape, seed=12).to(dtype)
     rows = torch.tensor(noted, dtype=torch.int32).t().contiguous()
     return Notes(noted_SME=notes, mixed_SME=mixed, rows_FR=rows)
 
 
-def copy_of(notes: Notes, device: str = "cpu") -> Notes:
+def copy_of(notes: Notes, device: str = "cpu", dtype: torch.dtype | None = None) -> Notes:
     """Return notes of one's own."""
-    parts = (notes.noted_SME, notes.mixed_SME, notes.rows_FR)
-    noted, mixed, rows = (part.clone().to(device) for part in parts)
-    return Notes(noted_SME=noted, mixed_SME=mixed, rows_FR=rows)
+    parts = (notes.noted_SME.clone(), notes.mixed_SME.clone())
+    noted, mixed = (part.to(device=device, dtype=dtype) for part in parts)
+    return Notes(noted_SME=noted, mixed_SME=mixed, rows_FR=notes.rows_FR.to(device))

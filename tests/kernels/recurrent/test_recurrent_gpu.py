@@ -7,17 +7,24 @@ import torch
 
 from llmpq.kernels.recurrent.convolve import convolve_rows, convolve_rows_reference
 from llmpq.kernels.recurrent.gated_norm import gated_norm, gated_norm_reference
+from llmpq.kernels.recurrent.notes import note_rows, note_rows_reference
 from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows
 from llmpq.kernels.recurrent.state_walk import walk_rows, walk_rows_reference
 from reference.recurrent_rows import (
     CHUNKS,
     KINDS,
     LONG,
+    NOTED,
+    NOTED_ROWS,
+    ONE_EACH,
     SINGLE,
+    SINGLE_NOTED,
     SLOTS,
+    copy_of,
     normal,
     recurrent_inputs,
     slots_of,
+    some_notes,
     table,
 )
 
@@ -90,6 +97,52 @@ def test_convolution(rows, taps, gated, channels):
     got = convolve_rows(*given, chunks=rows is not SINGLE, gated=gated)
     torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(own.cpu(), tails)
+
+
+BOTH = pytest.mark.parametrize(
+    ("rows", "noted"), [(NOTED_ROWS, NOTED), (SINGLE_NOTED, ONE_EACH)], ids=["chunks", "single"]
+)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", ["tiny, float32", "qwen3-next"])
+def test_recurrence_behind_noted_tokens(rows, noted, kind, shape):
+    dtype = torch.float32 if shape.endswith("float32") else torch.bfloat16
+    rows_FR, places = table(rows)
+    mixed, steps, form, states = recurrent_inputs(places, kind, **SHAPES[shape])
+    mixed, steps = mixed.to(dtype), steps.to(dtype)
+    notes = some_notes(noted, mixed.shape[1], 0 if kind == "lightning" else steps.shape[1], dtype)
+    own, moves = states.cuda(), torch.ones(1, dtype=torch.int32, device="cuda")
+    exact = mixed.float(), steps.float(), form, states, rows_FR
+    want = walk_rows_reference(*exact, notes=copy_of(notes, dtype=torch.float32))
+    given = mixed.cuda(), steps.cuda(), on_gpu(form), own, rows_FR.cuda(), moves
+    assert_close(walk_rows(*given, notes=copy_of(notes, "cuda")), want, dtype)
+    assert_close(own, states, dtype)
+
+
+@BOTH
+@pytest.mark.parametrize(("taps", "gated"), [(4, False), (3, True)])
+@pytest.mark.parametrize("channels", [70, 1024])
+def test_convolution_and_notes_behind_noted_tokens(rows, noted, taps, gated, channels):
+    rows_FR, places = table(rows)
+    x = normal(places, 3 * channels, seed=1)[:, : (3 if gated else 1) * channels]
+    weight, shift = normal(channels, 1, taps, seed=2), normal(channels, seed=3)
+    tails, steps = normal(SLOTS, taps - 1, channels, seed=4), normal(places, 6, seed=5)
+    notes = some_notes(noted, channels, 6)
+    own, own_notes = tails.cuda(), copy_of(notes, "cuda")
+    moves = torch.ones(1, dtype=torch.int32, device="cuda")
+    want = convolve_rows_reference(x, weight, shift, tails, rows_FR, gated=gated, notes=notes)
+    given = x.cuda(), weight.cuda(), shift.cuda(), own, rows_FR.cuda(), moves
+    options = {"chunks": rows is NOTED_ROWS, "gated": gated}
+    got = convolve_rows(*given, notes=own_notes, **options)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(own.cpu(), tails)
+    torch.testing.assert_close(own_notes.mixed_SME.cpu(), notes.mixed_SME, rtol=1e-4, atol=1e-4)
+    note_rows_reference(x, steps, notes, rows_FR, channels=channels, gated=gated)
+    given = x.cuda(), steps.cuda(), own_notes, rows_FR.cuda(), moves
+    note_rows(*given, channels=channels, gated=gated)
+    torch.testing.assert_close(own_notes.noted_SME.cpu(), notes.noted_SME)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
