@@ -1,14 +1,21 @@
 """Weighted sum of the outputs of experts, added to the residual stream in one launch.
 
-    y [T, h] = x [T, h] + sum_j w [T, k]_j made [T, k, h]_j      program: BLOCK columns of a token
+    y [T, h] = x [T, h] + sum_j w [T, k]_j made [T, k, h]_j + sigmoid(n . g) s [T, h]
 
-Bytes: k + 1 rows read and one written a token; sums in float32, one rounding.
+s: what the MLP that all tokens share gives of n [T, h]; without g it counts whole. A program takes
+BLOCK columns of a token, and of n and g all: few KiB of the L2, where a product, a sigmoid and two
+passes over s would be launches of their own.
+
+Bytes: k + 1 rows read and one written a token, with s and n three more read; sums in float32, one
+rounding.
 """
 
 # Triton kernels take no annotations.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -21,16 +28,31 @@ BLOCK = 256
 """Columns of a program: few tokens fill the GPU."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What all tokens get beside their experts."""
+
+    made_Th: Tensor
+    given_Th: Tensor | None = None
+    """What its gate is of; None: it counts whole."""
+    gate_1h: Tensor | None = None
+
+
 @triton.jit
 def weighted_sum_kernel(
     x_ptr,
     weights,
     made,
+    shared,
+    given,
+    gate,
     out,
     columns,
     TOP: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_X: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK columns of one token."""
@@ -43,6 +65,17 @@ def weighted_sum_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     if HAS_X:
         total = tl.load(x_ptr + token * columns + column, mask=live, other=0.0).to(tl.float32)
+    if SHARED:
+        own = tl.load(shared + token * columns + column, mask=live, other=0.0).to(tl.float32)
+        if GATED:
+            products = tl.zeros([BLOCK], tl.float32)
+            for begin in range(0, columns, BLOCK):
+                c = begin + tl.arange(0, BLOCK)
+                n = tl.load(given + token * columns + c, mask=c < columns, other=0.0)
+                g = tl.load(gate + c, mask=c < columns, other=0.0)
+                products += n.to(tl.float32) * g.to(tl.float32)
+            own *= tl.sigmoid(tl.sum(products, 0))
+        total += own
     for j in tl.static_range(TOP):
         weight = tl.load(weights + token * TOP + j).to(tl.float32)
         row = made + (token * TOP + j) * columns
@@ -50,20 +83,30 @@ def weighted_sum_kernel(
     tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=live)
 
 
-def weighted_sum(weight_Tk: Tensor, made_Ch: Tensor, x_Th: Tensor | None = None) -> Tensor:
+def weighted_sum(
+    weight_Tk: Tensor, made_Ch: Tensor, x_Th: Tensor | None = None, *, shared: Shared | None = None
+) -> Tensor:
     """Return each token's weighted sum of its k rows of `made` [T k, h], and x where given."""
     tokens, columns = weight_Tk.shape[0], made_Ch.shape[1]
     out, pdl = made_Ch.new_empty(tokens, columns), overlaps(made_Ch.device)
     x = out if x_Th is None else x_Th.contiguous()
+    beside = out if shared is None else shared.made_Th.contiguous()
+    given = None if shared is None else shared.given_Th
+    gate = None if shared is None else shared.gate_1h
     weighted_sum_kernel[(tokens, triton.cdiv(columns, BLOCK))](
         x,
         weight_Tk.contiguous(),
         made_Ch.contiguous(),
+        beside,
+        out if given is None else given.contiguous(),
+        out if gate is None else gate.contiguous(),
         out,
         columns,
         TOP=weight_Tk.shape[1],
         BLOCK=BLOCK,
         HAS_X=x_Th is not None,
+        SHARED=shared is not None,
+        GATED=gate is not None,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,
@@ -72,8 +115,13 @@ def weighted_sum(weight_Tk: Tensor, made_Ch: Tensor, x_Th: Tensor | None = None)
 
 
 def weighted_sum_reference(
-    weight_Tk: Tensor, made_Ch: Tensor, x_Th: Tensor | None = None
+    weight_Tk: Tensor, made_Ch: Tensor, x_Th: Tensor | None = None, *, shared: Shared | None = None
 ) -> Tensor:
     """The twin: float32 sums, one rounding."""
     total_Th = (weight_Tk.float()[:, :, None] * made_Ch.float().view(*weight_Tk.shape, -1)).sum(1)
+    if shared is not None:
+        own_Th = shared.made_Th.float()
+        if shared.given_Th is not None and shared.gate_1h is not None:
+            own_Th = own_Th * (shared.given_Th.float() @ shared.gate_1h.float().t()).sigmoid()
+        total_Th = total_Th + own_Th
     return (total_Th if x_Th is None else x_Th.float() + total_Th).to(made_Ch.dtype)

@@ -4,7 +4,8 @@
     dispatch                     pairs sorted by expert     kernels/gemm/experts/expert_stack.py
     hidden [C, F]            act(gate_up, or up, of every pair)
     y [T, k, h]              down, each pair back at its own number
-    sum_j weight[t, j] y[t, j]  kernels/fused/weighted_sum.py, which adds the residual stream too
+    sum_j weight[t, j] y[t, j]  kernels/fused/weighted_sum.py, which adds the residual stream too,
+                             and what the shared MLP gives, times its gate
 
 Weights are put into stacks as they are read, one expert beside the stack at a time; linears hold
 views of it. Where a linear holds another weight (a draft's view) or is watched (calibration), the
@@ -22,13 +23,13 @@ from torch import Tensor, nn
 from llmpq.kernels.fused import gated_mlp, norm_route, route
 from llmpq.kernels.fused.rms_norm import MAX_COLUMNS, rms_norm
 from llmpq.kernels.fused.route import RouterRule
-from llmpq.kernels.fused.weighted_sum import weighted_sum
+from llmpq.kernels.fused.weighted_sum import Shared, weighted_sum
 from llmpq.kernels.gemm.experts.expert_dispatch import ExpertDispatch, assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.linear import Linear
-from llmpq.runtime.models.mlps import MLP, GatedMLP, GateFunction
+from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunction
 from llmpq.runtime.models.norms import Norm
 
 OLDEST = (8, 0)
@@ -241,12 +242,25 @@ class GroupedMLP(SparseMLP):
         return self._summed(rows, residual_Th).view(residual_BQh.shape)
 
     def _summed(self, rows: Sending, residual_Th: Tensor | None) -> Tensor:
-        y_Th = self._experts_sum(rows, residual_Th)
-        if self.shared is not None:
-            y_Th.add_(self.shared(rows.x_Th))
-        return y_Th
+        return self._experts_sum(rows, residual_Th, shared=self._shared(rows.x_Th))
 
-    def _experts_sum(self, rows: Sending, residual_Th: Tensor | None) -> Tensor:
+    def _shared(self, x_Th: Tensor) -> Shared | None:
+        """Return what all tokens get, its gate to be multiplied by in the sum."""
+        shared = self.shared
+        if shared is None:
+            return None
+        if not isinstance(shared, GatedMLP) or not shared.gate.is_plain:
+            return Shared(made_Th=shared(x_Th))
+        wide, gate = shared.gate_up(x_Th), shared.gate
+        hidden = gated_mlp.gate_mul(wide, gate.activation, limit=gate.limit, slope=gate.slope)
+        made_Th = shared.down(hidden)
+        if not isinstance(shared, GatedSharedMLP):
+            return Shared(made_Th=made_Th)
+        return Shared(made_Th=made_Th, given_Th=x_Th, gate_1h=shared.token_gate_1h)
+
+    def _experts_sum(
+        self, rows: Sending, residual_Th: Tensor | None, *, shared: Shared | None = None
+    ) -> Tensor:
         hidden_CF = self._hidden(rows.given, rows.dispatch)
         y_Ch = self._down.product(hidden_CF, rows.dispatch, back=True)
-        return weighted_sum(rows.weight_Tk, y_Ch, residual_Th)
+        return weighted_sum(rows.weight_Tk, y_Ch, residual_Th, shared=shared)

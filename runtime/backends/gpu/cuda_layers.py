@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, Scoring
+from llmpq.kernels.recurrent.gated_norm import gated_norm
 from llmpq.runtime.backends.gpu import (
     cuda_atom_layers,
     cuda_experts,
@@ -398,8 +399,15 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
         if rotary is not None:
             q, k = fused_rope.rope(q, k, step.start_B, rotary.step_frequencies(step), rotary.factor)
         out = attend_fresh(kv, part, index, (q, k, v), step)
-    out = out if gate is None else out * gate.sigmoid()
-    return out.reshape(batch, q_len, part.heads * part.head_dim)
+    out = out.reshape(batch, q_len, part.heads * part.head_dim)
+    return out if gate is None else _gated(out, gate)
+
+
+def _gated(out_BQN: Tensor, gate_BQHD: Tensor) -> Tensor:
+    """Return attention times the sigmoid of its gate, in one launch."""
+    out_TN, gate_TN = (x.flatten(0, 1).flatten(1) for x in (out_BQN, gate_BQHD))
+    given: dict[str, Any] = {"groups": 1, "norm_first": False, "gate": "sigmoid"}
+    return gated_norm(out_TN, gate_TN, None, 0.0, **given).view(out_BQN.shape)
 
 
 def _made(part: Attention, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor, Rotary | None]:

@@ -1,11 +1,13 @@
 """Small kernels of mixtures' layers in the interpreter, against their twins."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from triton import knobs
 
 from llmpq.kernels.fused.head_norm import head_norm, head_norm_reference
-from llmpq.kernels.fused.weighted_sum import weighted_sum, weighted_sum_reference
+from llmpq.kernels.fused.weighted_sum import Shared, weighted_sum, weighted_sum_reference
 from llmpq.kernels.gemm.reference import relative_error
 
 pytestmark = [
@@ -25,10 +27,17 @@ def normal(*shape, dtype=torch.float32, seed=0):
 def test_weighted_sums(dtype, tokens, per_token, columns):
     made = normal(tokens * per_token, columns, dtype=dtype)
     weight, x = normal(tokens, per_token, dtype=dtype, seed=1), normal(tokens, columns, dtype=dtype)
-    for residual in (None, x):
-        want = weighted_sum_reference(weight, made, residual)
-        assert relative_error(weighted_sum(weight, made, residual), want) < TOLERANCE[dtype]
-        assert relative_error(weighted_sum(weight.flip(1), made, residual), want) > 0.1
+    given, gate = normal(tokens, columns, dtype=dtype, seed=2), normal(1, columns, seed=3).to(dtype)
+    whole = Shared(made_Th=normal(tokens, columns, dtype=dtype, seed=4))
+    gated = replace(whole, given_Th=given, gate_1h=gate * columns**-0.5)
+    for residual, shared in ((None, None), (x, None), (None, whole), (x, gated)):
+        want = weighted_sum_reference(weight, made, residual, shared=shared)
+        got = weighted_sum(weight, made, residual, shared=shared)
+        assert relative_error(got, want) < TOLERANCE[dtype]
+        other = weighted_sum(weight.flip(1), made, residual, shared=shared)
+        assert relative_error(other, want) > 0.1
+    ungated = weighted_sum_reference(weight, made, x, shared=whole)
+    assert relative_error(ungated, want) > 0.1, "the gate is seen"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
