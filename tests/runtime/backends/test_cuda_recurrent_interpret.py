@@ -202,7 +202,7 @@ class Preempting(Scheduler):
 
 
 MORE = 6
-FORMS = ("qwen3_5", "lfm2", "bamba", "kimi_linear", "minimax")
+FORMS = ("olmo_hybrid", "lfm2", "bamba", "kimi_linear", "minimax")
 """Kinds whose recurrent layers are of each form."""
 
 
@@ -229,7 +229,7 @@ def test_refused_drafts_leave_no_state(
 @pytest.mark.parametrize(
     ("kind", "mode", "splits"),
     [
-        ("qwen3_5", "qspec", ()),
+        ("olmo_hybrid", "qspec", ()),
         ("bamba", "kv4", ()),
         ("lfm2", "w4kv4", (1,)),
     ],
