@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.checkpoints.tokenizer_files import backend_json
+from llmpq.checkpoints.tokenizer_files import backend_json, without_special_names
 from llmpq.runtime.guide_schema import Schema, followable, in_our_terms
 from llmpq.runtime.token_rules import Guide, GuideError, Thought
 
@@ -85,18 +85,20 @@ class GrammarCompiler:
     def _lack(self, guide: Guide) -> str | None:
         """Return why no text can follow a guide, None if its first token is known."""
         try:
-            matcher = self._matcher(_grammar(guide))
+            matcher = self._matcher(guide)
             if not matcher.is_error():
                 matcher.compute_bitmask()
             return in_our_terms(matcher.get_error()) if matcher.is_error() else None
         except ValueError as error:
             return in_our_terms(str(error))
 
-    def _matcher(self, grammar: str) -> Any:
+    def _matcher(self, guide: Guide) -> Any:
         """Return an automaton at its beginning; it may be in error."""
         library = _llguidance()
         limits = library.LLParserLimits(**_LIMITS)
-        return library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        # A grammar may name special tokens; in other guides their names are text.
+        tokenizer = self._with_special if guide.kind == "grammar" else self._tokenizer
+        return library.LLMatcher(tokenizer, _grammar(guide), log_level=0, limits=limits)
 
     def compile(self, guide: Guide, *, behind: Thought | None = None) -> Automaton:
         """Return the automaton of one request; it is made meanwhile, beside others.
@@ -113,7 +115,7 @@ class GrammarCompiler:
         return self._begun.get(guide, self._begin).done()
 
     def _begin(self, guide: Guide) -> Future[Any]:
-        return self._makers.submit(lambda: self._matcher(_grammar(guide)))
+        return self._makers.submit(lambda: self._matcher(guide))
 
     @cached_property
     def _makers(self) -> ThreadPoolExecutor:
@@ -129,8 +131,16 @@ class GrammarCompiler:
 
     @cached_property
     def _tokenizer(self) -> Any:
+        return self._read(without_special_names)
+
+    @cached_property
+    def _with_special(self) -> Any:
+        return self._read(lambda text: text)
+
+    def _read(self, changed: Callable[[str], str]) -> Any:
+        """Return the model's tokenizer as llguidance takes it, its JSON `changed`."""
         try:
-            text = backend_json(self._path)
+            text = changed(backend_json(self._path))
             # Versions before 1.7 take one end only.
             ends = self._end_ids[0] if len(self._end_ids) == 1 else self._end_ids
             return _llguidance().LLTokenizer(text, n_vocab=self._vocab, eos_token=ends)

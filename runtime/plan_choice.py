@@ -98,16 +98,18 @@ def read_model(model: str | Path, options: EngineOptions) -> tuple[Path, ModelSp
     if random and not is_model(model) and ("/" not in name or builtin_name(name) is not None):
         return Path(name), ModelSpec.by_name(name)
     directory = local_model(at_revision(model, options.revision), config_only=random)
+    spec = ModelSpec.from_directory(directory)
+    has_weights = any(directory.glob("model*.safetensors"))
     for adapter in ("adapter_model.safetensors", "adapter_config.json"):
-        if (directory / adapter).exists():
+        if has_weights and (directory / adapter).exists():
             _log.warning(
-                "'%s' has a LoRA adapter beside the model (%s), which is not applied: merge it "
+                "'%s' has an adapter beside the model (%s), which is not applied: merge it "
                 "into the model, with peft's merge_and_unload say",
                 directory,
                 adapter,
             )
             break
-    return directory, ModelSpec.from_directory(directory)
+    return directory, spec
 
 
 def _made(directory: Path, spec: ModelSpec, known: Cluster, options: EngineOptions) -> Plan:

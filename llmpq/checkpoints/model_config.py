@@ -375,6 +375,7 @@ THEIR_OWN = {
     "consolidated.*.pth": "Meta",
     "weights*.npz": "MLX",
     "*.onnx": "ONNX",
+    "openvino_model.bin": "OpenVINO",
     "tf_model.h5": "TensorFlow",
     "flax_model.msgpack": "Flax",
 }
@@ -388,8 +389,10 @@ def other_form(path: Path) -> str | None:
         adapter = read_json(described)
         base = adapter.get("base_model_name_or_path") if isinstance(adapter, dict) else None
         of = f" of '{shortened(str(base))}'" if base else ""
+        kind = str(adapter.get("peft_type") or "LORA") if isinstance(adapter, dict) else "LORA"
+        name = "LoRA" if kind == "LORA" else shortened(kind)
         return (
-            f"'{path}' is a LoRA adapter{of}, not a model: merge it into its model (peft: "
+            f"'{path}' is a {name} adapter{of}, not a model: merge it into its model (peft: "
             "merge_and_unload, then save_pretrained) and give that directory"
         )
     for pattern, whose in THEIR_OWN.items():

@@ -99,6 +99,8 @@ def quantization_of(model: str | Path | Mapping[str, Any]) -> dict[str, Any] | N
     if method in ("auto-round", "intel/auto-round"):
         return _of_auto_round(described, directory)
     if str(method).startswith("modelopt"):
+        if described.get("quant_algo") is None:  # of a KV cache alone
+            return None
         return _of_modelopt(described, directory)
     return dict(described)
 
@@ -116,7 +118,7 @@ def _of_auto_round(described: Mapping[str, Any], directory: object) -> dict[str,
         )
     bits, others = described.get("bits"), described.get("extra_config") or {}
     for name, own in others.items():
-        if own.get("bits", bits) not in (bits, 16, 32):
+        if (own or {}).get("bits", bits) not in (bits, 16, 32):
             raise ValueError(
                 f"'{directory}': config.json, quantization_config: AutoRound gives '{name}' "
                 f"{own['bits']} bits, others {bits}; llmpq reads one number of bits. Quantise the "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +46,24 @@ def backend_json(path: Path) -> str:
         made = tokenizer_of_merges(path)
     text: str = made.backend_tokenizer.to_str()
     return text
+
+
+def without_special_names(tokenizer: str) -> str:
+    """Return a `tokenizer.json` whose special tokens have names that no text contains.
+
+    A text with such a name (`</s>` in a string of JSON) is then spelled with other tokens.
+    """
+    stored = json.loads(tokenizer)
+    added = [token for token in stored.get("added_tokens") or () if token.get("special")]
+    names = {token["content"]: f"\ufdd0{token['id']}\ufdd1" for token in added}  # no characters
+    for token in added:
+        token["content"] = names[token["content"]]
+    model = stored["model"]
+    vocab = model.get("vocab")
+    if isinstance(vocab, Mapping):
+        model["vocab"] = {names.get(piece, piece): place for piece, place in vocab.items()}
+    elif vocab:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return json.dumps(stored)

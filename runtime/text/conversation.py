@@ -14,7 +14,6 @@ from typing import Any
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: `role` and `content` of each message; the content is a text, or parts of it."""
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-_NEED_NO_TEXT = ("tool_calls", "reasoning_content", "reasoning")
 
 
 def plain_messages(messages: Messages) -> list[dict[str, Any]]:
@@ -45,12 +44,15 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"it needs a role such as 'user', got {role!r:.100}")
-    plain = {**message, "content": _text_of(message)}
+    # Clients send turns back with every field that an answer has: null, or no calls.
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["content"] = _text_of(message)
     thought = message.get("reasoning_content") or message.get("reasoning")
     if thought:  # templates know it by either name
         plain |= {"reasoning_content": thought, "reasoning": thought}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = _plain_calls(message["tool_calls"])
+    calls = plain.pop("tool_calls", None)
+    if calls:
+        plain["tool_calls"] = _plain_calls(calls)
     return plain
 
 
@@ -73,7 +75,7 @@ def _text_of(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
-    if content is None and any(message.get(name) for name in _NEED_NO_TEXT):
+    if content is None and message["role"] == "assistant":  # calls alone, or cut before its text
         return ""
     if isinstance(content, Sequence) and not isinstance(content, bytes):
         return "".join(map(_text_of_part, content))

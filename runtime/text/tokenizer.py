@@ -20,6 +20,7 @@ from llmpq.checkpoints.tokenizer_files import (
     has_merges,
     tokenizer_of_merges,
 )
+from llmpq.file_form import read_json
 from llmpq.runtime.request import too_long
 from llmpq.runtime.text.conversation import Messages, plain_messages, with_text_arguments
 from llmpq.runtime.text.text_threads import QUICK_LENGTH
@@ -330,7 +331,23 @@ class Tokenizer:
 def _load(directory: Path) -> Any:
     # Transformers' names come as they are asked for, which two threads must not do at once.
     with _LOADING:
-        return _loaded(directory)
+        made = _loaded(directory)
+    if not getattr(made, "chat_template", None):
+        made.chat_template = _template_beside(directory)
+    return made
+
+
+def _template_beside(directory: Path) -> str | None:
+    """Return the chat template that has a file of its own, where the tokenizer has none.
+
+    Transformers' tokenizers read the first of them, beside their settings; processors the second.
+    """
+    plain, in_json = directory / "chat_template.jinja", directory / "chat_template.json"
+    if plain.is_file():
+        return plain.read_text(encoding="utf-8")
+    content = read_json(in_json) if in_json.is_file() else None
+    found = content.get("chat_template") if isinstance(content, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _is_plain(directory: Path) -> bool:

@@ -401,7 +401,7 @@ class CheckpointSource:
         raise ValueError(self._nothing_to_read())
 
     def _nothing_to_read(self) -> str:
-        pickled = sorted(path.name for path in self.directory.glob("*.bin"))
+        pickled = sorted(path.name for path in self.directory.glob("pytorch_model*.bin"))
         if pickled:
             return (
                 f"'{self.directory}' has {pickled[0]} but no safetensors; llmpq reads no pickle "

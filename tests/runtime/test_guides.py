@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from llmpq import LLM, SamplingParams, StructuredOutputsParams
+from llmpq.checkpoints.tokenizer_files import without_special_names
 from llmpq.runtime.guides import GrammarCompiler
 from llmpq.runtime.models.ruled_sampling import unpacked
 from llmpq.runtime.token_rules import Guide, Thought
@@ -150,6 +151,53 @@ def test_a_guide_that_gives_up_is_an_error_not_an_end(llm, monkeypatch):
     assert failed.text and '{"in": {'.startswith(failed.text)
     assert failed.finish_reason == "error" and "too many ways open" in failed.stop_reason
     assert other.finish_reason == "length"
+
+
+END = "<|endoftext|>"
+"""The one special token of the model, which ends an answer."""
+
+
+@pytest.mark.parametrize(
+    ("guide", "text"),
+    [
+        (StructuredOutputsParams(choice=[f"a{END}b"]), f"a{END}b"),
+        (StructuredOutputsParams(choice=[END]), END),
+        (StructuredOutputsParams(json={"const": {END: f"{END} x"}}), f'{{"{END}": "{END} x"}}'),
+        (StructuredOutputsParams(regex=r"a<\|endoftext\|>b"), f"a{END}b"),
+        (
+            StructuredOutputsParams(calls=[(END, {"const": END})]),
+            f'{{"name": "{END}", "arguments": "{END}"}}',
+        ),
+    ],
+)
+def test_names_of_special_tokens_in_a_guide_are_text(llm, guide, text):
+    (answer,) = llm.generate(["x = "], asked(guide, 1))
+    assert (answer.text, answer.outputs[0].finish_reason) == (text, "stop")
+
+
+def test_a_grammar_may_name_special_tokens(demo_model):
+    compiler = GrammarCompiler(demo_model, vocab=4096, end_ids=[0])
+    compiler.check(Guide(kind="grammar", text='start: "a" <|endoftext|>'))
+    with pytest.raises(ValueError, match="cannot be followed"):
+        compiler.check(Guide(kind="grammar", text='start: "a" <|nothing|>'))
+
+
+@pytest.mark.parametrize("model", ["BPE", "Unigram"])
+def test_special_tokens_without_names_keep_their_places(model):
+    from tokenizers import Tokenizer, models
+
+    pieces = ["<unk>", "</s>", "a", "b", "ab", "<", "/", "s", ">"]
+    made = Tokenizer(
+        models.BPE({p: i for i, p in enumerate(pieces)}, [("a", "b")], unk_token="<unk>")
+        if model == "BPE"
+        else models.Unigram([(p, -1.0) for p in pieces], unk_id=0)
+    )
+    made.add_special_tokens(["<unk>", "</s>", "<more>"])
+    unnamed = Tokenizer.from_str(without_special_names(made.to_str()))
+    assert made.encode("ab</s>").ids == [4, 1]
+    assert unnamed.encode("ab</s>").ids == [4, 5, 6, 7, 8]
+    assert unnamed.get_vocab_size() == made.get_vocab_size() == 10
+    assert {t for t, own in unnamed.get_added_tokens_decoder().items() if own.special} == {0, 1, 9}
 
 
 def test_a_guide_does_not_change_a_text_that_fits(llm):

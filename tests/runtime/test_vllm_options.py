@@ -174,4 +174,4 @@ def test_an_adapter_beside_the_model_is_named(demo_model, tmp_path, caplog, name
     assert "adapter" not in caplog.text
     (folder / name).write_bytes(b"{}")
     LLM(folder, start=False)
-    assert f"has a LoRA adapter beside the model ({name})" in caplog.text
+    assert f"has an adapter beside the model ({name})" in caplog.text

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.checkpoints.quantization_config import METHODS, require_read
+from llmpq.checkpoints.quantization_config import METHODS, quantization_of, require_read
 
 pytestmark = pytest.mark.pure
 
@@ -41,3 +41,16 @@ def test_usual_words_are_no_hindrance() -> None:
     require_read({"quant_method": "awq", "version": "GEMM", "bits": 4, "zero_point": True}, "DIR")
     require_read({"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 4}, "DIR")
     require_read({"quant_method": "compressed-tensors", "version": "0.9.0"}, "DIR")
+
+
+def test_a_kv_cache_alone_is_no_quantised_model() -> None:
+    """ModelOpt writes `quant_algo: null` for weights that it left as they are."""
+    only = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    assert quantization_of({"quantization_config": only}) is None
+
+
+def test_auto_round_may_say_nothing_of_a_layer() -> None:
+    form = {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}
+    extra = {"extra_config": {"lm_head": None, "model.layers.0.mlp.gate": {"bits": 16}}}
+    found = quantization_of({"quantization_config": {**form, **extra}})
+    assert found is not None and found["quant_method"] == "gptq"

@@ -60,6 +60,31 @@ def test_the_template_of_tools_is_the_one_used_for_them(
                 tokenizer.encode_chat(TALK, tools=tools)
 
 
+@pytest.mark.parametrize("settings", [True, False])
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json"])
+def test_a_template_in_a_file_of_its_own_is_read(demo_model, tmp_path, name, settings):
+    tokenizer_of(demo_model, tmp_path, None)
+    if not settings:
+        (tmp_path / "tokenizer_config.json").unlink()
+    content = PLAIN if name.endswith("jinja") else json.dumps({"chat_template": PLAIN})
+    (tmp_path / name).write_text(content)
+    assert Tokenizer(tmp_path).chat_template() == PLAIN
+    assert tokenizer_of(demo_model, tmp_path, MISTRAL).chat_template() in (MISTRAL, PLAIN)
+
+
+@pytest.mark.parametrize("calls", [{}, {"tool_calls": None}, {"tool_calls": []}])
+@pytest.mark.parametrize("content", [{"content": None}, {}])
+def test_turns_come_back_as_clients_dump_them(demo_model, tmp_path, calls, content):
+    """`tool_calls: null` with a template that asks whether there are any."""
+    asks = "{% for m in messages %}{% if m.tool_calls is defined %}{{ m.tool_calls|length }}"
+    asks += "{% endif %}[{{ m.content }}]{% endfor %}"
+    tokenizer = tokenizer_of(demo_model, tmp_path, asks)
+    turn = {"role": "assistant", "refusal": None, "name": None, **content, **calls}
+    assert tokenizer.render_chat([*TALK, turn, *TALK]) == "[hi][][hi]"
+    with pytest.raises(ValueError, match="message 0: its content must be a text"):
+        tokenizer.render_chat([{"role": "user", **content, **calls}])
+
+
 @pytest.mark.parametrize(
     ("template", "form"),
     [

@@ -374,6 +374,8 @@ def test_a_part_that_is_used_as_stored_is_the_files_pages(copy, monkeypatch):
             '{"base_model_name_or_path": "some/base"}',
             "is a LoRA adapter of 'some/base', not a model",
         ),
+        ("adapter_config.json", '{"peft_type": "IA3"}', "is an? IA3 adapter, not a model"),
+        ("openvino_model.bin", "", "in OpenVINO's own form"),
         ("consolidated.safetensors", "", "in Mistral's own form .'consolidated.safetensors'"),
         ("consolidated.00.pth", "", "in Meta's own form"),
         ("model.onnx", "", "in ONNX's own form"),
