@@ -27,6 +27,21 @@ class RateFound:
     measures: ServiceMeasures
 
 
+APART = 1e-4
+"""Of a rate: requests at it are alone."""
+
+
+def kept_apart(
+    models: Sequence[EngineModel],
+    traffic: Sequence[Arrival],
+    limits: ServiceLimits,
+    rate_per_s: float,
+) -> bool:
+    """Whether requests are within the limits where each is served alone; if not, at no rate."""
+    alone = measured_at(models, traffic, limits, APART * rate_per_s)
+    return alone.attained >= ATTAINMENT
+
+
 def measured_at(
     models: Sequence[EngineModel],
     traffic: Sequence[Arrival],
@@ -67,6 +82,8 @@ def highest_rate(
             low, best = rate, found
         else:
             high, worst = rate, found
+            if not low and rate == most and not kept_apart(models, traffic, limits, rate):
+                break
         near = high - low <= RATE_STEP * high or time.perf_counter() > deadline_s
         if low >= most or (low and near):
             break

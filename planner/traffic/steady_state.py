@@ -7,7 +7,7 @@ its share of the prompts, at most the step's budget of tokens:
 
     T      max(groups x the slowest stage, all stages and links)   seconds a token of each request
     rate   R / (G T)
-    TPOT   T
+    TPOT   T of a step with the prompts of the other R - 1 requests alone
     TTFT   T (steps of a prompt + 1/2), half a step being under way
 
 R is bounded by the requests at once and by the pool, which holds P + G / 2 tokens of each.
@@ -70,18 +70,23 @@ def steady_state(model: EngineModel, lengths: MeanLengths, running: int) -> Stea
     budget = model.limits.step_tokens - rows
     if prompts > budget:
         return None
-    step = _rows(rows, prompts, lengths)
-    stages = [stage.seconds(step) for stage in model.stages]
-    hops = [stage.hop(step) for stage in model.stages]
-    busiest = max([*stages, *(occupied for occupied, _ in hops)])
-    cycle = max(groups * busiest, sum(stages) + sum(total for _, total in hops))
+    cycle = _cycle_s(model, groups, _rows(rows, prompts, lengths))
+    others = _rows(rows, prompts * (running - 1) / running, lengths)
     steps = max(1.0, lengths.prompt / budget)
     return SteadyState(
         running=running,
         rate_per_s=running / (max(lengths.output, 1.0) * cycle),
-        tpot_s=cycle,
+        tpot_s=min(cycle, _cycle_s(model, groups, others)),
         ttft_s=(steps + 0.5) * cycle,
     )
+
+
+def _cycle_s(model: EngineModel, groups: int, step: StepRows) -> float:
+    """Return the seconds after which every group has had a step."""
+    stages = [stage.seconds(step) for stage in model.stages]
+    hops = [stage.hop(step) for stage in model.stages]
+    busiest = max([*stages, *(occupied for occupied, _ in hops)])
+    return max(groups * busiest, sum(stages) + sum(total for _, total in hops))
 
 
 def _rows(rows: int, prompts: float, lengths: MeanLengths) -> StepRows:

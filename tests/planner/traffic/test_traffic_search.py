@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.make import make_plan
 from llmpq.planner.traffic.named_traffic import NamedTraffic
+from llmpq.planner.traffic.rates import highest_rate, kept_apart
 from llmpq.planner.traffic.simulated import EngineModel, simulate
 from llmpq.planner.traffic.steady_state import MeanLengths, best_state, steady_state
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
@@ -57,6 +59,40 @@ def test_limits_bound_how_many_run_at_once() -> None:
     assert few is not None and few.running < free.running and few.tpot_s <= free.tpot_s * 0.5
     assert best_state(model, lengths, ServiceLimits(tpot_s=1e-6)) is None
     assert steady_state(model, lengths, 65) is None
+
+
+@pytest.mark.parametrize(("devices", "prompt"), [("t4", 128), ("t4:2", 1024), ("v100,t4", 1024)])
+def test_a_request_that_runs_alone_decodes_without_the_prompts_of_others(
+    devices: str, prompt: int
+) -> None:
+    model = _model(devices, 16)
+    arrivals = tuple(Arrival(1e4 * number, prompt, 16) for number in range(4))
+    traffic = NamedTraffic(arrivals=arrivals, limits=ServiceLimits(), rate_per_s=None)
+    alone = ServiceMeasures.of(simulate([model], arrivals), ServiceLimits()).tpot_s.mean
+    found = steady_state(model, MeanLengths.of(traffic), 1)
+    assert found is not None and found.tpot_s == pytest.approx(alone, rel=0.05)
+    limits = ServiceLimits(tpot_s=1.1 * alone)
+    assert best_state(model, MeanLengths.of(traffic), limits) is not None
+    assert kept_apart([model], arrivals, limits, 1.0)
+    assert not kept_apart([model], arrivals, ServiceLimits(tpot_s=0.9 * alone), 1.0)
+
+
+def test_no_rate_is_looked_for_where_a_request_alone_is_late() -> None:
+    model, traffic = _model("t4", 4), _even(8)
+    found = highest_rate([model], traffic.arrivals, ServiceLimits(ttft_s=1e-6), guess_per_s=1.0)
+    assert found.rate_per_s == 0.0 and found.measures.attained == 0.0
+
+
+def test_a_limit_that_only_a_request_alone_keeps_is_planned_for(tmp_path: Path) -> None:
+    flags = ["--devices", "t4:2", "--prompt", "1024", "--gen", "8", "--rate", "0.05"]
+    job: Any = {"bits": "16", "batch": 1, "prompt_len": 1024, "gen_len": 8}
+    plan = make_plan("opt-1.3b", devices="t4:2", tensor_parallel="1", **job)
+    assert plan.predicted is not None
+    decode_s = plan.predicted.decode_s / 7
+    limits = ["--requests", "8", "--ttft", "60", "--tpot", f"{1.1 * decode_s}", "--bits", "16"]
+    path = tmp_path / "plan.json"
+    assert main(["--model", "opt-1.3b", *flags, *limits, "-o", str(path)]) == 0
+    assert main(["check", str(path)]) == 0
 
 
 TRAFFIC = ["--prompt", "64,256", "--gen", "16,48", "--requests", "30"]
