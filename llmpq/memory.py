@@ -38,7 +38,7 @@ class StoredBytes:
     layers: tuple[int, int]
     precision: Precision
     linears: tuple[tuple[str, int], ...]
-    """`LinearShape.kind` and bytes, of every linear that takes others than the grid says."""
+    """`LinearShape.kind` and bytes of every linear whose bytes are not those of the scheme."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,8 @@ class Quantization:
     """Of the output matrix: 16, or 8 in groups as the layers' weights; None: 8 on CPUs."""
 
     cpu_activations: CpuActivations = "exact"
-    """What 3-, 4- and 8-bit weights meet on CPUs: rounded to 16 bits a group, or to `int8`."""
+    """How activations are rounded on CPUs before 3-, 4- and 8-bit weights: to 16 bits a group
+    (`exact`), or to 8 (`int8`)."""
     codes: str | None = None
     """What a checkpoint's own codes are that layers keep, where they are no integers: `mxfp4`,
     `nvfp4`, `nf4`, `fp4`, `iq4`, `e4m3`. For what a plan costs; it is not part of its file."""

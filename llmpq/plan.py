@@ -22,6 +22,9 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan_inputs import PlanInputs
 from llmpq.precision import Precision
 from llmpq.service_measures import Quantiles, ServiceLimits, ServiceMeasures
+from llmpq.sizes.kv_format import BLOCK_TOKENS
+from llmpq.sizes.pool_size import PoolSize, held_specs, planned_pool
+from llmpq.sizes.state_size import state_bytes
 from llmpq.tensor_parallel import Member
 from llmpq.workload import Workload, prompt_chunks
 
@@ -149,6 +152,40 @@ class PoolForm(FileForm):
     """Of each stage, in their order."""
     state_bytes: int = Field(default=0, ge=0)
     """Of these, what every request takes for recurrent layers, all stages, whatever its length."""
+
+    @classmethod
+    def of(
+        cls, size: PoolSize, spec: ModelSpec, workload: Workload, stages: Sequence[StagePlan]
+    ) -> PoolForm:
+        """Return a pool as a plan states it."""
+        width = workload.dtype_bytes
+        return cls(
+            num_blocks=size.num_blocks,
+            tokens=size.num_blocks * BLOCK_TOKENS,
+            window_blocks=size.window_blocks,
+            state_bytes=state_bytes(spec, range(spec.num_layers), slots=1, dtype_bytes=width),
+            stage_bytes=tuple(
+                sum(
+                    size.nbytes(own, workload.kv, layers=range(*place.layers), dtype_bytes=width)
+                    for place, own in held_specs([stage], spec)
+                )
+                for stage in stages
+            ),
+        )
+
+    @classmethod
+    def planned(
+        cls,
+        spec: ModelSpec,
+        workload: Workload,
+        stages: Sequence[StagePlan],
+        *,
+        chunk: int | None,
+        prefill_microbatch: int,
+    ) -> PoolForm:
+        """Return the pool that a plan counts for its stages: all requests at their longest."""
+        size = planned_pool(spec, workload, chunk, prefill_microbatch=prefill_microbatch)
+        return cls.of(size, spec, workload, stages)
 
 
 class MemberPlan(FileForm):

@@ -28,7 +28,7 @@ from llmpq.plan import Plan
 from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.launch.engine_thread import RequestOutputDelta
 from llmpq.runtime.launch.stages.stage_place import StagePlace
-from llmpq.runtime.llm import LLM
+from llmpq.runtime.llm import LLM, all_answers
 from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.report.job_report import JobReport, engines_report
 from llmpq.runtime.report.live_numbers import JobSamples
@@ -203,13 +203,9 @@ class Engines:
         self, prompts: Sequence[PreparedPrompt], num_rows: int, *, quiet: bool = False
     ) -> ProgressReporter:
         """Return what shows how far prompts are, as `LLM.progress_of`."""
-        predicted = self.plan.predicted
-        return ProgressReporter(
-            num_rows,
-            most_tokens=sum(prompt.most_tokens for prompt in prompts),
-            stats=self.live_stats,
-            planned_tokens_per_s=None if predicted is None else predicted.output_tokens_per_s,
-            quiet=quiet,
+        most_tokens = sum(prompt.most_tokens for prompt in prompts)
+        return ProgressReporter.of_plan(
+            self.plan, num_rows, most_tokens=most_tokens, stats=self.live_stats, quiet=quiet
         )
 
     def _require_running(self) -> None:
@@ -246,14 +242,7 @@ class Engines:
         """Return the answers to prompts, in their order, as `LLM.generate`."""
         self._require_running()
         prepared = [self.prepare(prompt, sampling_params) for prompt in listed(prompts)]
-        found: dict[int, RequestOutput] = {}
-        quiet = not use_tqdm or len(prepared) < 2
-        with self.progress_of(prepared, len(prepared), quiet=quiet) as shown:
-            for index, output in self.as_completed(
-                prepared, on_progress=lambda progress: shown.update(progress, len(found))
-            ):
-                found[index] = output
-        return [found[index] for index in range(len(prepared))]
+        return all_answers(self, prepared, use_tqdm=use_tqdm)
 
     def as_completed(
         self,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn, Protocol, Self, cast
 
 from llmpq.checkpoints.generation_config import (
     IGNORE,
@@ -741,27 +741,15 @@ class LLM:
         for place, (prompt, own, rank) in enumerate(zip(prompts, each, ranks, strict=True)):
             with _named("prompt", place, prompts):
                 prepared.append(self.prepare(prompt, own, priority=rank))
-        done: dict[int, RequestOutput] = {}
-        quiet = not use_tqdm or len(prepared) < 2
-        with self.progress_of(prepared, len(prepared), quiet=quiet) as shown:
-            for index, output in self.as_completed(
-                prepared, on_progress=lambda progress: shown.update(progress, len(done))
-            ):
-                done[index] = output
-                shown.end(output, prepared[index].most_tokens)
-        return [done[index] for index in range(len(prepared))]
+        return all_answers(self, prepared, use_tqdm=use_tqdm)
 
     def progress_of(
         self, prompts: Sequence[PreparedPrompt], num_rows: int, *, quiet: bool = False
     ) -> ProgressReporter:
         """Return what shows how far prompts are, of so many rows, and what the stages do."""
-        predicted = self.plan.predicted
-        return ProgressReporter(
-            num_rows,
-            most_tokens=sum(prompt.most_tokens for prompt in prompts),
-            stats=self.live_stats,
-            planned_tokens_per_s=None if predicted is None else predicted.output_tokens_per_s,
-            quiet=quiet,
+        most_tokens = sum(prompt.most_tokens for prompt in prompts)
+        return ProgressReporter.of_plan(
+            self.plan, num_rows, most_tokens=most_tokens, stats=self.live_stats, quiet=quiet
         )
 
     def _params_or_default(self, given: object) -> SamplingParams:
@@ -780,6 +768,40 @@ class LLM:
         for prompt in prompts:
             name, ids = prompt.named
             self._trace.name(ids, name)
+
+
+class PromptAnswerer(Protocol):
+    """What answers prepared prompts: an `LLM`, or the `Engines` of a plan of several."""
+
+    def as_completed(
+        self,
+        prompts: Sequence[PreparedPrompt],
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Yield index and answers of prepared prompts as each has ended."""
+        ...
+
+    def progress_of(
+        self, prompts: Sequence[PreparedPrompt], num_rows: int, *, quiet: bool = False
+    ) -> ProgressReporter:
+        """Return what shows how far prompts are."""
+        ...
+
+
+def all_answers(
+    llm: PromptAnswerer, prompts: Sequence[PreparedPrompt], *, use_tqdm: bool
+) -> list[RequestOutput]:
+    """Return the answers to prepared prompts, in their order; several show how far they are."""
+    done: dict[int, RequestOutput] = {}
+    quiet = not use_tqdm or len(prompts) < 2
+    with llm.progress_of(prompts, len(prompts), quiet=quiet) as shown:
+        for index, output in llm.as_completed(
+            prompts, on_progress=lambda progress: shown.update(progress, len(done))
+        ):
+            done[index] = output
+            shown.end(output, prompts[index].most_tokens)
+    return [done[index] for index in range(len(prompts))]
 
 
 def _conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:

@@ -15,12 +15,11 @@ import time
 import numpy as np
 
 from llmpq.planner.baselines.device_sets import DeviceSets, every_set, in_a_row, num_sets
-from llmpq.planner.baselines.uniform import by_precision
+from llmpq.planner.baselines.uniform import by_precision, fastest_of
 from llmpq.planner.costs.stage_memory import DENSE, PACKED
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.objective import job_time, value
 from llmpq.planner.problem.numbers import PairNumbers
-from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
+from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage
 from llmpq.planner.problem.problem import Problem
 
 MAX_SETS = 1500
@@ -49,18 +48,8 @@ def solve_pipeedge(
                 plan = _balanced(p, sets, allowed, p.numbers(eta, xi), b, phase, deadline)
                 if plan is not None and fits(p, plan):
                     found.append(plan)
-    if found:
-        best = min(found, key=lambda a: job_time(p, a).total_s)
-        return Outcome(
-            method="pipeedge",
-            status="baseline",
-            assignment=best,
-            value=value(p, best),
-            bound=None,
-            seconds=time.perf_counter() - start,
-        )
-    if time.perf_counter() > deadline:
-        raise Unfinished(f"pipeedge: no plan within {time_limit_s:g} s; give a longer --time-limit")
+    if best := fastest_of("pipeedge", p, found, start, time_limit_s):
+        return best
     raise Infeasible("pipeedge: no precision fits; use --method exact")
 
 

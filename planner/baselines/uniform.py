@@ -39,22 +39,32 @@ def solve_uniform(
     for b in by_precision(p, budget):
         if not found or budget is not None:
             found += fitting(p, _even(p, order, b), deadline)
-    if found:
-        best = min(found, key=lambda a: job_time(p, a).total_s)
-        return Outcome(
-            method="uniform",
-            status="baseline",
-            assignment=best,
-            value=value(p, best),
-            bound=None,
-            seconds=time.perf_counter() - start,
-        )
-    if time.perf_counter() > deadline:
-        raise Unfinished(f"uniform: no plan within {time_limit_s:g} s; give a longer --time-limit")
+    if best := fastest_of("uniform", p, found, start, time_limit_s):
+        return best
     least = by_precision(p, budget)[-1]
     raise Infeasible(
         f"uniform: an even split of {p.spec.num_layers} layers over {len(order)} devices does not "
         f"fit at {p.choices[least].value}: {_shortage(p, order, least)}; use --method exact"
+    )
+
+
+def fastest_of(
+    method: str, p: Problem, found: Sequence[Assignment], start: float, time_limit_s: float
+) -> Outcome | None:
+    """Return the fastest of a baseline's plans; None where none fits, `Unfinished` out of time."""
+    seconds = time.perf_counter() - start
+    if not found and seconds > time_limit_s:
+        raise Unfinished(f"{method}: no plan within {time_limit_s:g} s; give a longer --time-limit")
+    if not found:
+        return None
+    best = min(found, key=lambda a: job_time(p, a).total_s)
+    return Outcome(
+        method=method,
+        status="baseline",
+        assignment=best,
+        value=value(p, best),
+        bound=None,
+        seconds=seconds,
     )
 
 

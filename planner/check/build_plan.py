@@ -22,6 +22,7 @@ from llmpq.plan import (
     MemoryForm,
     ModelRef,
     Plan,
+    PoolForm,
     Predicted,
     Prefer,
     QuantizationForm,
@@ -45,7 +46,6 @@ from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
 from llmpq.planner.problem.problem import Problem
 from llmpq.precision import Precision
 from llmpq.sizes.prefix_states import with_prefix_states
-from llmpq.sizes.stated_pool import stated_pool
 from llmpq.units import format_size
 from llmpq.version import __version__
 
@@ -87,7 +87,7 @@ def build_plan(
         prefill_chunk=p.chunk,
         decode_microbatch=a.decode_microbatch,
         stages=stages,
-        pool=stated_pool(
+        pool=PoolForm.planned(
             p.spec,
             p.workload,
             stages,
@@ -139,7 +139,7 @@ def _with_members(p: Problem, plan: Plan, devices: Sequence[Device]) -> Plan:
     ]
     # As read from a file: what a stage may not have is refused here.
     whole = Plan.parse_data(json.loads(shared.with_memory(memory).dump_json()), where="the plan")
-    pool = stated_pool(
+    pool = PoolForm.planned(
         p.spec,
         p.workload,
         whole.stages,

@@ -25,7 +25,6 @@ from llmpq.planner.evaluate.add_drafts import round_bytes
 from llmpq.precision import Precision
 from llmpq.shared_run import SharedRun, predicted_of
 from llmpq.sizes.prefix_states import with_prefix_states
-from llmpq.sizes.stated_pool import stated_pool
 from llmpq.units import format_size
 from llmpq.workload import Workload
 
@@ -130,7 +129,7 @@ def _check_pool(plan: Plan, spec: ModelSpec) -> None:
     """Refuse a plan that states another pool than its workload needs."""
     if plan.pool is None:
         return
-    found = stated_pool(
+    found = PoolForm.planned(
         spec,
         plan.workload,
         plan.stages,

@@ -187,7 +187,7 @@ def compared(before: Plan, after: Plan) -> str:
     """Return the new time, rate, bits and quality beside the old ones."""
     old, new = before.predicted, after.predicted
     assert old is not None and new is not None, "the planner always predicts"
-    slower = new.total_s / old.total_s - 1
+    slower = round(new.total_s / old.total_s - 1, 3) + 0.0  # never "-0.0%"
     speed = Speed.of_plan(after).beside(Speed.of_plan(before))
     return (
         f"{new.total_s:.3f} s ({slower:+.1%}), {speed}, {bits_of(after.precisions)}, "

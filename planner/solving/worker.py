@@ -181,7 +181,7 @@ def may_fork() -> bool:
 
 
 def _do(problem: Problem, job: Job, options: dict[str, Any]) -> dict[str, Any]:
-    """Do a job in this process (the child: only it imports solvers); the answer as JSON."""
+    """Do a job in this process (the child: only it solves); the answer as JSON."""
     if job == "plan":
         from llmpq.planner.solving.plan_search import search_plan
 
@@ -277,12 +277,14 @@ def _forked(work: Callable[[], dict[str, Any]], method: str) -> dict[str, Any]:
 
 
 def _import_what_comes_next() -> None:
-    """Import what a command does with an answer, while the child solves."""
+    """Import what a command does with an answer, and the solvers that a next fork then has."""
     import rich.console  # noqa: F401
 
     import llmpq.planner.check.build_plan
     import llmpq.planner.check.check
-    import llmpq.planner.evaluate.simulator  # noqa: F401
+    import llmpq.planner.evaluate.simulator
+    import llmpq.planner.exact.search
+    import llmpq.planner.solving.topologies  # noqa: F401
 
 
 def _answer_and_exit(work: Callable[[], dict[str, Any]], writer: int) -> None:

@@ -30,9 +30,11 @@ from rich.table import Table
 from rich.text import Text
 
 from llmpq.errors import LlmpqError
+from llmpq.plan import Plan
 from llmpq.runtime import request
 from llmpq.runtime.report.live_numbers import LiveCounts, RunNow, StageNow, TokensLeft
 from llmpq.runtime.request_output import RequestOutput
+from llmpq.topology import Topology
 
 LINE_EVERY_S = 5.0
 COUNT_EVERY_S = 1.0
@@ -78,6 +80,26 @@ class ProgressReporter:
                 refresh_per_second=_DRAWN_A_SECOND,
                 get_renderable=lambda: self.drawn(console.height),
             )
+
+    @classmethod
+    def of_plan(
+        cls,
+        plan: Plan | Topology,
+        num_rows: int,
+        *,
+        most_tokens: int,
+        stats: Callable[[], Mapping[str, Any]],
+        quiet: bool = False,
+    ) -> Self:
+        """Return one that shows what comes beside what a plan predicts."""
+        predicted = plan.predicted
+        return cls(
+            num_rows,
+            most_tokens=most_tokens,
+            stats=stats,
+            planned_tokens_per_s=None if predicted is None else predicted.output_tokens_per_s,
+            quiet=quiet,
+        )
 
     def __enter__(self) -> Self:
         if not self._quiet:

@@ -2,15 +2,20 @@
 
 Both give the same text: the decoded tokens behind the prompt, without the token that ended them, up
 to the first stop text. A piece is held back while it may be the beginning of a stop text, or half a
-character. The scheduler ends a request with the same class (stop_texts.py), so that a stop text
-ends the request where it ends the text.
+character. The scheduler asks `StopTexts`, which reads the same text, so that a stop text ends the
+request where it ends the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from llmpq.runtime.request import Request
+from llmpq.runtime.text.tokenizer import Tokenizer
 
 _CONTEXT = 8
 """Tokens decoded before those that are new: how a token is spelled depends on the one before it."""
@@ -129,6 +134,39 @@ class TextStream:
         self._context = context
         self._before = before
         self._tokens = []
+
+
+class StopTexts:
+    """Whether a request's newest token completed one of its stop texts: the scheduler asks.
+
+    Decodes running requests that have stop texts; the tokenizer is read when first needed.
+    """
+
+    def __init__(self, model_dir: str | Path) -> None:
+        self._model_dir = model_dir
+        self._streams: WeakKeyDictionary[Request, tuple[TextStream, int]] = WeakKeyDictionary()
+        """Of each request: its text, and how many of its tokens that has."""
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer(self._model_dir)
+
+    def __call__(self, request: Request) -> bool:
+        """Return whether the newest token completed a stop text."""
+        stream, num_pushed = self._streams.get(request) or (self._begun(request), 0)
+        stream.push(request.output[num_pushed:])
+        self._streams[request] = stream, len(request.output)
+        return stream.stopped_at is not None
+
+    def _begun(self, request: Request) -> TextStream:
+        return TextStream(
+            self._tokenizer,
+            request.prompt,
+            stop_ids=request.stop_ids,
+            stop_texts=request.stop_texts,
+            min_tokens=request.min_new,
+            skip_special=not self._tokenizer.names_special(request.stop_texts),
+        )
 
 
 def _first_stop(text: str, stop_texts: Sequence[str], behind: int) -> tuple[int, str] | None:

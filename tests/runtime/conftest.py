@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends import stage_runner
+from llmpq.runtime.models.part_shapes import layer_shapes
 
 VOCAB, WINDOW, TRAINED, NEW = 199, 6, 32, 12
 DEPTH = 2 if os.environ.get("TRITON_INTERPRET") == "1" else 4
@@ -909,6 +911,8 @@ class Models:
     def __init__(self, folder: Path) -> None:
         self._folder, self._made = folder, {}
         self._greedy: dict[tuple[Any, ...], list[int]] = {}
+        self.tested: dict[str, set[tuple[str, str]]] = {}
+        """What kinds have brought to each test that leaves out others (`with_new_parts`)."""
 
     def reference(self, kind: str) -> Any:
         import transformers
@@ -1007,6 +1011,31 @@ def warm_up() -> Iterator[None]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     torch.set_num_threads(1)
     return Models(tmp_path_factory.mktemp("kinds"))
+
+
+def options_and_parts(spec: ModelSpec) -> set[tuple[str, str]]:
+    """Return the options that a model has and others may lack, and the pairs of a layer's parts."""
+    found = set()
+    for option in fields(spec):
+        value = getattr(spec, option.name)
+        if option.name not in ("name", "family") and value != option.default:
+            said = isinstance(value, (bool, str))
+            found.add((option.name, str(value if said else getattr(value, "kind", None))))
+    for layer in range(spec.num_layers):
+        parts = {re.sub(r"\.\d+\.", ".", name) for name in layer_shapes(spec.of_layer(layer))}
+        found |= {(one, other) for one in parts for other in parts}
+    return found
+
+
+@pytest.fixture
+def with_new_parts(request: pytest.FixtureRequest, models: Models) -> None:
+    """Leave out a kind whose options and pairs of parts other kinds have brought to this test."""
+    spec = ModelSpec.from_directory(models.directory(request.getfixturevalue("family_kind")))
+    had = models.tested.setdefault(request.function.__name__, set())
+    new = options_and_parts(spec) - had
+    had |= new
+    if not new and "LLMPQ_ALL_TESTS" not in os.environ:
+        pytest.skip("kinds before have had its options and parts")
 
 
 @pytest.fixture(scope="session")

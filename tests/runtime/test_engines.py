@@ -19,7 +19,7 @@ from llmpq.errors import BadPlanError, StageLostError
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.engines import Engines, _Dealer, _options_of
 from llmpq.runtime.launch.request_record import RequestOutputDelta, RequestRecord
-from llmpq.runtime.llm import LLM
+from llmpq.runtime.llm import LLM, all_answers
 from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.request_output import RequestOutput
@@ -27,6 +27,32 @@ from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.topology import EngineShare, Topology
 
 pytestmark = pytest.mark.quick
+
+
+def test_answers_are_in_order_and_every_end_is_counted() -> None:
+    """Of an `LLM` and of `Engines` alike: by rows that have ended it is said how long is left."""
+    ended: list[tuple[str, int]] = []
+
+    class Shown:
+        def __enter__(self) -> Shown:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def end(self, output: str, most_tokens: int) -> None:
+            ended.append((output, most_tokens))
+
+    class PromptAnswerer:
+        def as_completed(self, prompts: Any, *, on_progress: Any) -> Any:
+            yield from ((1, "second"), (0, "first"))
+
+        def progress_of(self, prompts: Any, num_rows: int, *, quiet: bool) -> Shown:
+            assert num_rows == 2 and quiet
+            return Shown()
+
+    prompts: Any = [SimpleNamespace(most_tokens=3), SimpleNamespace(most_tokens=4)]
+    found = all_answers(PromptAnswerer(), prompts, use_tqdm=False)  # type: ignore[arg-type]
+    assert found == ["first", "second"] and ended == [("second", 4), ("first", 3)]
 
 
 @dataclass

@@ -18,13 +18,12 @@ from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
 from llmpq.memory import unpacks_prompts
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import MemoryForm, Plan, StagePlan
+from llmpq.plan import MemoryForm, Plan, PoolForm, StagePlan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.options import AUTO, EngineOptions
 from llmpq.sizes.pool_size import READS_KV4, planned_kv_bytes
 from llmpq.sizes.prefix_states import with_prefix_states
-from llmpq.sizes.stated_pool import stated_pool
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
     MAX_GAMMA,
@@ -107,7 +106,7 @@ def _with_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> Plan:
                 )
         stages.append(stage.model_copy(update={"memory": memory}))
     kept = with_prefix_states(stages, spec, workload)
-    pool = stated_pool(spec, workload, kept, chunk=chunk, prefill_microbatch=eta)
+    pool = PoolForm.planned(spec, workload, kept, chunk=chunk, prefill_microbatch=eta)
     return plan.model_copy(update={"workload": workload, "stages": kept, "pool": pool})
 
 

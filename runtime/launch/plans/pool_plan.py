@@ -15,7 +15,6 @@ from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.options import EngineOptions
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize, fits, fitting_pool, wanted_pool, window_step_tokens
-from llmpq.sizes.stated_pool import pool_form
 from llmpq.speculation import draft_weight_bytes
 from llmpq.workload import CHUNK_TOKENS
 
@@ -63,7 +62,7 @@ class PoolPlan:
     @property
     def stated(self) -> PoolForm:
         """The pool as a plan states it."""
-        return pool_form(self._counted, self.spec, self.plan.workload, self.plan.stages)
+        return PoolForm.of(self._counted, self.spec, self.plan.workload, self.plan.stages)
 
     @cached_property
     def _counted(self) -> PoolSize:

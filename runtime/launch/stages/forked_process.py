@@ -25,7 +25,10 @@ _REPORT_S = 2.0
 
 
 class ForkServer:
-    """A process that forks others; started when the first is asked for, and again once it ends."""
+    """The driver's hold on the process of fork_server.py, which forks stages' processes.
+
+    It is started when the first stage is asked for, and again once it has ended.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -68,7 +68,7 @@ from llmpq.runtime.links.transport import (
 )
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.request import Abort, EngineOutputs, Halt, Mailbox, Request, ResetPrefixCache
-from llmpq.runtime.text.stop_texts import StopTexts
+from llmpq.runtime.text.answer_text import StopTexts
 from llmpq.runtime.token_rules import Guide, GuideKind, LogitsConstraints, LogprobOutput
 from llmpq.runtime.trace import (
     MAX_EVENTS,

@@ -182,21 +182,13 @@ def test_waiting_stages_are_named() -> None:
     ]
 
 
-def test_all_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--cluster", str(PAPER / "02.yaml"), "--model", "opt-13b", "--global_bz", "8"]
-    code, text, _ = _run(capsys, *words, "--method", "all")
-    assert code == 0
-    for method in ("exact", "ilp", "heuristic", "adabits", "pipeedge", "uniform", "flexgen"):
-        assert method in text
-
-
 def test_methods_are_compared_at_equal_quality(capsys: pytest.CaptureFixture[str]) -> None:
     """Each beside the exact method at no more loss: than its own, or than a budget."""
     words = ["--devices", "4090,3090", "--model", "opt-13b", "--batch", "8", "--method", "all"]
     budget, names = 0.2, ("exact", "ilp", "heuristic", "pipeedge", "uniform", "flexgen (estimate)")
     for extra in ([], ["--quality-budget", str(budget)]):
         code, text, _ = _run(capsys, *words, *extra)
-        assert code == 0
+        assert code == 0 and "adabits" in text
         rows = {}
         for line in text.splitlines():
             cells = re.split(r" {2,}", line.strip())
@@ -217,6 +209,8 @@ def test_methods_are_compared_at_equal_quality(capsys: pytest.CaptureFixture[str
                 str(budget if extra else loss),
                 "--json",
                 "--engines",
+                "1",
+                "--tensor-parallel",
                 "1",
             )
             predicted = Plan.model_validate_json(text).predicted

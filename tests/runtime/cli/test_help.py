@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection
+from functools import cache
 
 import pytest
 
@@ -33,6 +34,7 @@ COMMANDS = [
 ]
 
 
+@cache
 def said(command: str, *words: str) -> str:
     module, *name = command.split()
     heavy = "import sys, runpy; sys.argv[1:1] = []\ntry:\n    runpy.run_module(sys.argv.pop(1), "

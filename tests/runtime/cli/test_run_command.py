@@ -23,8 +23,8 @@ from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.report.job_report import JobResult, build_report, precision_runs, print_summary
 from llmpq.runtime.request import Request
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
+from llmpq.runtime.text.answer_text import StopTexts
 from llmpq.runtime.text.batch_rows import BatchRow, Defaults, json_row, text_row
-from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.trace import KindTotals, LoadReport, StageRecord, TraceEvent
 

@@ -13,8 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llmpq.runtime.request import Request
-from llmpq.runtime.text.answer_text import TextStream
-from llmpq.runtime.text.stop_texts import StopTexts
+from llmpq.runtime.text.answer_text import StopTexts, TextStream
 from llmpq.runtime.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.cpu

@@ -100,8 +100,9 @@ def test_stacked_pieces_are_cut_where_they_lie():
     assert not cut_tensor(whole, PartSlice(zeros=True)).any()
 
 
+@pytest.mark.usefixtures("with_new_parts")
 def test_members_read_what_they_hold(family_kind, models):
-    """Every part of every family: what a device reads is its part of the whole, and no more."""
+    """Every part, beside every other: what a device reads is its part of the whole, and no more."""
     directory = models.directory(family_kind)
     spec = ModelSpec.from_directory(directory)
     whole, random = CheckpointSource(directory, spec), RandomSource(spec)

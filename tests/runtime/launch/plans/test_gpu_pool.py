@@ -6,7 +6,7 @@ import pytest
 
 from llmpq.capabilities import execution_modes, require
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import MemoryForm
+from llmpq.plan import MemoryForm, PoolForm
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.plans.complete_plan import complete_plan
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
@@ -14,7 +14,6 @@ from llmpq.runtime.launch.plans.pool_plan import PoolPlan, request_limits
 from llmpq.runtime.options import EngineOptions
 from llmpq.sizes.kv_format import packed_blocks
 from llmpq.sizes.pool_size import draft_pool
-from llmpq.sizes.stated_pool import stated_pool
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu
@@ -40,7 +39,7 @@ def test_a_gpu_goes_ahead_over_as_many_blocks_as_requests_fill(offline):
 def test_a_job_known_beforehand_has_the_pool_that_its_plan_states():
     made = pool_plan()
     sizes = {"chunk": 512, "prefill_microbatch": 1}
-    pool = stated_pool(made.spec, made.plan.workload, made.plan.stages, **sizes)
+    pool = PoolForm.planned(made.spec, made.plan.workload, made.plan.stages, **sizes)
     assert pool.tokens == 4 * 3 * 128
     stated = replace(made, plan=made.plan.model_copy(update={"pool": pool}))
     assert stated.limits.num_blocks == pool.num_blocks
@@ -106,7 +105,7 @@ def test_a_copy_for_drafts_takes_its_room_from_the_pool():
         limit_bytes=kv_bytes,
         reserve_bytes=0,
     )
-    stated = stated_pool(
+    stated = PoolForm.planned(
         pool.spec, pool.plan.workload, pool.plan.stages, chunk=512, prefill_microbatch=1
     )
     stages = (stage.model_copy(update={"memory": memory}),)
