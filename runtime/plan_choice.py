@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import at_revision, local_model
-from llmpq.checkpoints.model_config import read_config
+from llmpq.checkpoints.quantization_config import quantization_of
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.checkpoints.stored_head import has_mtp_head
 from llmpq.cluster import Cluster
@@ -117,7 +117,7 @@ def _made(directory: Path, spec: ModelSpec, known: Cluster, options: EngineOptio
     cpus = all(device.spec.is_cpu for device in known.devices)
     max_len = _max_len(spec, options)
     rows = ROWS[cpus] if options.max_num_seqs is None else options.max_num_seqs
-    stored = read_config(directory).get("quantization_config") is not None
+    stored = quantization_of(directory) is not None
     alone = options.tensor_parallel_size == 1 and not options.profile
     one = len(known.devices) == 1 and alone
     if one and not stored and options.prefer in (None, "quality") and options.head_bits != 8:

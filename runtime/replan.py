@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.checkpoints.gguf_file import is_gguf, is_model
-from llmpq.checkpoints.model_config import read_config
+from llmpq.checkpoints.quantization_config import quantization_of
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.cluster import Cluster, Device
 from llmpq.errors import DoesNotFitError, unknown_name
@@ -217,7 +217,7 @@ class Replanner:
         folder = self._directory
         if not is_model(folder):
             return False
-        return is_gguf(folder) or read_config(folder).get("quantization_config") is not None
+        return is_gguf(folder) or quantization_of(folder) is not None
 
     def _completed(self, plan: Plan, options: EngineOptions) -> tuple[Plan, EngineOptions]:
         """Decide what is left open, without drafts where the new plan cannot have them."""

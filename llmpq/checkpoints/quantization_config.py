@@ -51,6 +51,8 @@ MODELOPT_BLOCK = [128, 128]
 """Rows and columns that share a scale of ModelOpt's FP8_PB_WO."""
 MIXED = "MIXED_PRECISION"
 """ModelOpt's `quant_algo` of a model whose linears have algorithms of their own."""
+KEYS = ("quantization_config", "compression_config")
+"""What config.json calls how a model is quantised."""
 OWN_FORM = "llmpq"
 """`format` of a model with Atom's layers, which has no `quant_method`."""
 BESIDE = "hf_quant_config.json"
@@ -84,7 +86,7 @@ def quantization_of(model: str | Path | Mapping[str, Any]) -> dict[str, Any] | N
         config, beside, directory = model, None, "config.json"
     else:
         config, beside, directory = read_config(model), Path(model) / BESIDE, str(model)
-    described = section(config, "quantization_config")
+    described = _stated(config)
     if described is None and beside is not None and beside.is_file():
         stated = read_json(beside)
         inner = stated.get("quantization") if isinstance(stated, dict) else None
@@ -98,11 +100,21 @@ def quantization_of(model: str | Path | Mapping[str, Any]) -> dict[str, Any] | N
         return {**described, "quant_method": OWN_FORM}
     if method in ("auto-round", "intel/auto-round"):
         return _of_auto_round(described, directory)
-    if str(method).startswith("modelopt"):
+    if str(method).startswith("modelopt") or (method is None and "quant_algo" in described):
         if described.get("quant_algo") is None:  # of a KV cache alone
             return None
         return _of_modelopt(described, directory)
     return dict(described)
+
+
+def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what a config says of quantisation: of the whole, or of the language model inside.
+
+    Kimi K2.5 says it there; compressed-tensors' first models called it `compression_config`.
+    """
+    inner = section(config, "text_config") or {}
+    stated = (section(c, key) for c in (config, inner) for key in KEYS)
+    return next((found for found in stated if found), None)
 
 
 def _of_auto_round(described: Mapping[str, Any], directory: object) -> dict[str, Any]:

@@ -35,11 +35,18 @@ class Piece:
     name: str
     rows: int
     columns: int
+    elsewhere: tuple[str, ...] = ()
+    """What it is called in models that have the language model inside."""
 
     @property
     def module(self) -> str:
-        """What the modules that a config names are compared with: no row of a tensor."""
+        """Its name without a row of a tensor."""
         return self.name.partition("[")[0]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What the modules that a config names are compared with."""
+        return self.module, *(name.partition("[")[0] for name in self.elsewhere)
 
 
 class DescribedHeader:
@@ -96,8 +103,10 @@ def pieces(spec: ModelSpec, *, experts_apart: bool) -> Iterator[Piece]:
                 continue
             stems = table.get(f"{linear.name}.weight", ())
             for stem, rows in zip(stems, _rows(own, linear, len(stems)), strict=True):
-                name = names.roots[0] + stem.removesuffix(".weight")
-                yield Piece(name=name, rows=rows, columns=linear.in_features)
+                name, *others = (root + stem.removesuffix(".weight") for root in names.roots)
+                yield Piece(
+                    name=name, rows=rows, columns=linear.in_features, elsewhere=tuple(others)
+                )
 
 
 def _rows(spec: ModelSpec, linear: LinearShape, count: int) -> list[int]:
@@ -108,9 +117,10 @@ def _rows(spec: ModelSpec, linear: LinearShape, count: int) -> list[int]:
     return [linear.out_features // count] * count if count else []
 
 
-def _is_named(module: str, patterns: Any) -> bool:
+def _is_named(piece: Piece, patterns: Any) -> bool:
     """Whether a list has a module: by parts of its name, a glob, or `re:` an expression."""
-    return any(_matches(module, str(pattern)) for pattern in patterns or ())
+    names = piece.modules
+    return any(_matches(name, str(pattern)) for pattern in patterns or () for name in names)
 
 
 def _matches(module: str, pattern: str) -> bool:
@@ -128,7 +138,7 @@ def _scales(piece: Piece, group: int | None) -> int:
 
 def _fp8(piece: Piece, described: Mapping[str, Any], *, by_row: bool = False) -> Tensors:
     skipped = described.get("modules_to_not_convert") or described.get("ignored_layers")
-    if not _is_named(piece.module, skipped):
+    if not _is_named(piece, skipped):
         yield from _e4m3(piece, fp8_block(described), by_row=by_row)
 
 
@@ -143,9 +153,7 @@ def _e4m3(piece: Piece, block: Any, *, by_row: bool) -> Tensors:
 
 def _mxfp4(piece: Piece, described: Mapping[str, Any]) -> Tensors:
     """OpenAI's form: the codes of a layer's experts in one tensor."""
-    if ".experts" in piece.name and not _is_named(
-        piece.module, described.get("modules_to_not_convert")
-    ):
+    if ".experts" in piece.name and not _is_named(piece, described.get("modules_to_not_convert")):
         yield f"{piece.module}_blocks", "U8", [1, piece.rows, piece.columns // 32, 16]
         yield f"{piece.module}_scales", "U8", [1, piece.rows, piece.columns // 32]
 
@@ -155,9 +163,9 @@ def _gptq(piece: Piece, described: Mapping[str, Any]) -> Tensors:
     lists = described.get("modules_in_block_to_quantize") or ()
     chosen = [name for names in lists for name in names]
     left_out = [rule[2:] for rule in dynamic if rule.startswith("-:")]
-    if any(re.match(rule, piece.module) for rule in left_out):
+    if any(re.match(rule, name) for rule in left_out for name in piece.modules):
         return
-    if chosen and not _is_named(piece.module, chosen):
+    if chosen and not _is_named(piece, chosen):
         return
     groups = _scales(piece, described.get("group_size"))
     yield f"{piece.name}.qweight", "I32", [piece.columns * bits // 32, piece.rows]
@@ -165,14 +173,14 @@ def _gptq(piece: Piece, described: Mapping[str, Any]) -> Tensors:
 
 
 def _awq(piece: Piece, described: Mapping[str, Any]) -> Tensors:
-    if not _is_named(piece.module, described.get("modules_to_not_convert")):
+    if not _is_named(piece, described.get("modules_to_not_convert")):
         yield f"{piece.name}.qweight", "I32", [piece.columns, piece.rows // 8]
         groups = _scales(piece, described.get("group_size", described.get("q_group_size")))
         yield f"{piece.name}.scales", "F16", [groups, piece.rows]
 
 
 def _bitsandbytes(piece: Piece, described: Mapping[str, Any]) -> Tensors:
-    if not _is_named(piece.module, described.get("llm_int8_skip_modules")):
+    if not _is_named(piece, described.get("llm_int8_skip_modules")):
         weights, kind = piece.rows * piece.columns, described.get("bnb_4bit_quant_type", "fp4")
         yield f"{piece.name}.weight", "U8", [weights // 2, 1]
         yield f"{piece.name}.weight.absmax", "U8", [-(-weights // BNB_BLOCK)]
@@ -181,11 +189,11 @@ def _bitsandbytes(piece: Piece, described: Mapping[str, Any]) -> Tensors:
 
 def _modelopt(piece: Piece, described: Mapping[str, Any]) -> Tensors:
     skipped = described.get("exclude_modules") or described.get("ignore")
-    if _is_named(piece.module, skipped):
+    if _is_named(piece, skipped):
         return
     algorithm = str(described.get("quant_algo")).upper()
     for module, own in (described.get("quantized_layers") or {}).items():
-        if _is_named(piece.module, [module]):
+        if _is_named(piece, [module]):
             algorithm = str(own.get("quant_algo")).upper()
             break
     else:
@@ -201,12 +209,12 @@ def _modelopt(piece: Piece, described: Mapping[str, Any]) -> Tensors:
 
 
 def _compressed_tensors(piece: Piece, described: Mapping[str, Any]) -> Tensors:
-    if _is_named(piece.module, described.get("ignore")):
+    if _is_named(piece, described.get("ignore")):
         return
     groups = (described.get("config_groups") or {}).values()
     for group in groups:
         targets, weights = group.get("targets") or ["Linear"], group.get("weights") or {}
-        if "Linear" in targets or _is_named(piece.module, targets):
+        if "Linear" in targets or _is_named(piece, targets):
             yield from _compressed(piece, weights, group.get("format") or described.get("format"))
             return
 

@@ -54,3 +54,20 @@ def test_auto_round_may_say_nothing_of_a_layer() -> None:
     extra = {"extra_config": {"lm_head": None, "model.layers.0.mlp.gate": {"bits": 16}}}
     found = quantization_of({"quantization_config": {**form, **extra}})
     assert found is not None and found["quant_method"] == "gptq"
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_where_configs_say_it(key: str, inside: bool) -> None:
+    """Kimi K2.5's of its language model; the first configs of compressed-tensors' models."""
+    form = {"quant_method": "compressed-tensors", "config_groups": {"g": {}}}
+    config = {"text_config": {key: form}} if inside else {key: form, "text_config": {}}
+    assert quantization_of(config) == form
+    assert quantization_of({"quantization_config": None, "text_config": None}) is None
+
+
+def test_modelopts_words_need_no_method() -> None:
+    """Qwen3-32B's FP8 as ModelOpt 0.31 wrote it."""
+    form = {"quant_algo": "FP8", "producer": {"name": "modelopt"}, "ignore": ["lm_head"]}
+    found = quantization_of({"quantization_config": form})
+    assert found is not None and found["quant_method"] == "modelopt"

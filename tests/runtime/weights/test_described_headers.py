@@ -104,3 +104,35 @@ def test_what_only_files_say_is_asked_for(tiny_models: Any, tmp_path: Path) -> N
         path.write_text(json.dumps(config))
         with pytest.raises(ValueError, match="get its weights, or say it with --bits"):
             stored_layers(path.parent, ModelSpec.from_directory(path.parent))
+
+
+@pytest.mark.parametrize("root", ["model.", "model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("way", ["modelopt", "ignored", "gptq"])
+def test_modules_are_found_under_the_names_of_a_wrapper(
+    tiny_models: Any, root: str, way: str
+) -> None:
+    """Qwen3.6's and Gemma 4's configs name modules as the whole model does."""
+    config = json.loads((tiny_models.directory("llama") / "config.json").read_text())
+    first = [f"{root}layers.0.{part}" for part in ("self_attn.q_proj", "mlp")]
+    described = {
+        "modelopt": {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {name: {"quant_algo": "W4A16_NVFP4"} for name in first},
+        },
+        "ignored": {
+            "quant_method": "fp8",
+            "modules_to_not_convert": [f"{root}layers.{i}" for i in range(1, 9)],
+        },
+        "gptq": {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 128,
+            "dynamic": {rf"-:{root}layers\.[1-9]\.": {}},
+        },
+    }[way]
+    form = {**config, "quantization_config": described}
+    layers = stored_layers(form, ModelSpec.from_config(form, name="m"))
+    assert layers is not None and len(layers) > 1
+    coded = Precision.W8A16 if way == "ignored" else Precision.W4A16
+    assert [layer.stored for layer in layers] == [coded, *[Precision.W16A16] * (len(layers) - 1)]
