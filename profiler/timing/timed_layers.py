@@ -4,14 +4,17 @@ A layer is timed as a stage of a few distinct layers, so that one layer's weight
 cache that the real stage's layers share; the time is divided by their number. Steps are those that
 the scheduler makes: a chunk of each of v prompts, a decode step of v requests, a verify step of
 q tokens each. On a CPU a decode step of all layers is one call; a GPU replays the graph of a step,
-or computes a longer one as it comes.
+or computes a longer one as it comes. Where a model's layers mix tokens in unlike ways (recurrent
+layers beside attention), layers of each kind are timed by themselves, and a layer takes their mean,
+as plans take all layers to be equal.
 
 Legend: T tokens of a step, h hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -57,7 +60,7 @@ _KINDS = {
 
 
 class TimedModel:
-    """The model on one device; parts are built when first timed, one stage is held at a time."""
+    """The model on one device; parts are built when first timed, one stage of a kind is held."""
 
     def __init__(
         self,
@@ -67,19 +70,27 @@ class TimedModel:
         sampling: Sampling,
         *,
         share: float = 1.0,
+        layers_bytes: int = MAX_LAYERS_BYTES,
     ) -> None:
-        """`share`: of the GPU's multiprocessors, 1 if it is whole."""
-        if spec.recurrent is not None:
+        """`share`: of the GPU's multiprocessors, 1 if it is whole.
+
+        `layers_bytes`: of the layers that are timed together, at most.
+        """
+        if spec.kv_sources or spec.altup or spec.per_layer_dim:
             raise ValueError(
-                f"{spec.name} ({spec.family}) has recurrent layers, which llmpq-profile does not "
-                "time yet; plan without --costs: their times are then estimated"
-            )
-        if spec.differs_in_attention or spec.ffns or spec.altup:
-            raise ValueError(
-                f"{spec.name} ({spec.family}) has layers of unlike shapes, which llmpq-profile "
-                "does not time yet; plan without --costs: their times are then estimated"
+                f"{spec.name} ({spec.family}) has layers that read what others made, which "
+                "llmpq-profile does not time yet; plan without --costs: their times are then "
+                "estimated"
             )
         self.spec = spec
+        self._layers_bytes = layers_bytes
+        kinds = kinds_of(spec)
+        given = {"share": share, "layers_bytes": layers_bytes // len(kinds)}
+        self._kinds = [
+            (TimedModel(one, device, quantization, sampling, **given), number / spec.num_layers)
+            for one, number in (kinds.items() if len(kinds) > 1 else ())
+        ]
+        """Of a model whose layers differ: each kind, and its share of the layers."""
         self.device = device
         self.quantization = quantization
         self._one_layer_tokens = ONE_LAYER_TOKENS * share
@@ -91,6 +102,9 @@ class TimedModel:
     def time(self, case: TimedCase, effort: Effort) -> CaseTime:
         """Time one case: per layer, where it is one of layers."""
         target = case.target
+        if target.part == "layer" and self._kinds:
+            found = [(timed.time(case, effort), share) for timed, share in self._kinds]
+            return _mean(found, layers=self.spec.num_layers)
         if target.part == "head":
             effort = effort.model_copy(
                 update={"rest_s": 0.0}
@@ -120,7 +134,7 @@ class TimedModel:
             self.spec, target.precision, self.quantization, DTYPE_BYTES[target.dtype]
         )
         together = STAGE_BYTES if self.device.type == "cpu" else 0
-        wanted = min(max(TIMED_LAYERS, together // one), MAX_LAYERS_BYTES // one)
+        wanted = min(max(TIMED_LAYERS, together // one), self._layers_bytes // one)
         return max(1, min(self.spec.num_layers, wanted))
 
     def _step(self, case: TimedCase, stage: StageModel) -> Callable[[], object]:
@@ -135,6 +149,9 @@ class TimedModel:
             device=self.device,
             step_tokens=case.new_tokens,
         )
+        states = compute.kv.states
+        if states is not None and case.target.phase is Phase.VERIFY:
+            compute.enable_speculation("ngram", size, layers=range(len(stage.layers)))
         if self.device.type != "cpu":
             compute.leave_on_device(hidden=True, tokens=True)
         message = step_message(case, size, self._sampling)
@@ -144,7 +161,13 @@ class TimedModel:
             shape = (1, sum(message.num_new), self.spec.hop_features)
             hidden_1Th = torch.randn(shape, device=self.device, dtype=dtype)
         call = compute.repeatable(_without_new_blocks(message), hidden_1Th)
-        return lambda: arrived(call())
+
+        def step() -> object:
+            if states is not None:
+                states.forget_notes()
+            return arrived(call())
+
+        return step
 
     def _stage_of(self, case: TimedCase) -> StageModel:
         """Return the stage that a case is timed on: a single layer where one takes long enough."""
@@ -179,6 +202,21 @@ class TimedModel:
         if self.device.type == "cpu" and self.quantization.cpu_activations == "int8":
             round_activations(stage)
         return stage
+
+
+def kinds_of(spec: ModelSpec) -> dict[ModelSpec, int]:
+    """Return a model of layers of each kind alone, and how many of the layers are of that kind.
+
+    Where layers differ in no more than windows, or in a few dense ones, the model itself.
+    """
+    count = spec.num_layers
+    if not spec.differs_in_attention and not spec.ffns:
+        return {spec: count}
+    found: Counter[ModelSpec] = Counter()
+    for layer in range(count):
+        windows = (spec.windows[layer],) * count if spec.windows and spec.attends(layer) else ()
+        found[replace(spec.of_layer(layer), windows=windows, dense_layers=())] += 1
+    return dict(found)
 
 
 def pool_of(spec: ModelSpec, case: TimedCase) -> PoolSize:
@@ -261,6 +299,21 @@ def _without_new_blocks(message: StepMessage) -> StepMessage:
             )
             for row in message.paged
         ],
+    )
+
+
+def _mean(found: Sequence[tuple[CaseTime, float]], *, layers: int) -> CaseTime:
+    """Return what a layer takes on average, of times of each kind and its share."""
+
+    def mean(of: Callable[[CaseTime], float]) -> float:
+        return sum(of(timing) * share for timing, share in found)
+
+    return CaseTime(
+        seconds=mean(lambda timing: timing.seconds),
+        low_s=mean(lambda timing: timing.low_s),
+        high_s=mean(lambda timing: timing.high_s),
+        repeats=min(timing.repeats for timing, _ in found),
+        layers=layers,
     )
 
 

@@ -150,6 +150,10 @@ class RecurrentStates:
         """Free the notes; no draft may be under way."""
         self._notes, self._noted = None, {}
 
+    def forget_notes(self) -> None:
+        """Take all drafts as refused; of a step that is repeated."""
+        self._noted = {}
+
     def load(self, rows: Sequence[PagedRow]) -> None:
         """Put the states of found prefixes into the slots of rows that begin from them."""
         for row in rows:
