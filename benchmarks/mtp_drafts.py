@@ -1,13 +1,14 @@
 """Drafts of a model's own head (MTP) that agrees with the model in a known share of tokens.
 
     python benchmarks/mtp_drafts.py --write
+    python benchmarks/mtp_drafts.py --gpu --layers 16 --hidden 4096 --ffn 14336 --write
 
 A checkpoint is written into a temporary folder: its token embeddings are orthonormal and what
 attention and MLPs give is zero, so that the next token is a permutation of the last one, and the
 head predicts the same permutation, but for a random share of tokens. All products are computed as
-of any weights. One request is decoded over two stages, each a thread, in turn plainly, with drafts
-and with drafts of a length chosen by the clock; the value is the median of the ratios of
-neighbouring runs, the tokens of all of them must be equal.
+of any weights. One request is decoded over two stages, each a thread (`--gpu`: on one GPU, by its
+own times), in turn plainly, with drafts and with drafts of a length chosen by the clock; the value
+is the median of the ratios of neighbouring runs, the tokens of all of them must be equal.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,10 @@ from llmpq import LLM, SamplingParams
 from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.launch.plans.manual_plan import manual_plan
+from llmpq.runtime.launch.plans.manual_plan import manual_plan, on_gpu
+from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.speculation import expected_tokens
-from llmpq.workload import Workload
+from llmpq.workload import Dtype, Workload
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -65,14 +68,23 @@ CONFIG: dict[str, Any] = {
 """Layers are dense, the head's has a small mixture."""
 
 
-def write_model(folder: Path, layers: int, agreement: float, *, hidden: int = 1024) -> None:
+def write_model(
+    folder: Path,
+    layers: int,
+    agreement: float,
+    *,
+    hidden: int = 1024,
+    ffn: int = 2048,
+    dtype: str = "float32",
+) -> None:
     """Write the checkpoint; `agreement`: in which share of tokens the head is right.
 
     There are as many tokens as channels of the hidden state.
     """
     torch.manual_seed(0)
     said = {**CONFIG, "num_hidden_layers": layers, "first_k_dense_replace": layers}
-    said |= {"hidden_size": hidden, "vocab_size": hidden}
+    said |= {"hidden_size": hidden, "vocab_size": hidden, "intermediate_size": ffn}
+    said["torch_dtype"] = dtype
     vocab = hidden
     embedding_Vh = torch.linalg.qr(torch.randn(hidden, hidden))[0][:vocab] * 8
     order = torch.randperm(vocab)
@@ -94,8 +106,15 @@ def write_model(folder: Path, layers: int, agreement: float, *, hidden: int = 10
     tensors[f"{head}eh_proj.weight"] = torch.cat((join, torch.zeros_like(join)), dim=1)
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"{head}{norm}.weight"] = torch.ones(hidden)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
+    stored = {k: v.to(DTYPES[dtype], copy=True).contiguous() for k, v in tensors.items()}
+    save_file(stored, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(said))
+
+
+@cache
+def _random(rows: int, columns: int) -> torch.Tensor:
+    """Return small random weights, the same for all matrices of a size."""
+    return 0.02 * torch.randn(rows, columns)
 
 
 def _layer(prefix: str, said: dict[str, Any], *, sparse: bool) -> dict[str, torch.Tensor]:
@@ -103,13 +122,13 @@ def _layer(prefix: str, said: dict[str, Any], *, sparse: bool) -> dict[str, torc
     hidden, dim = said["hidden_size"], said["head_dim"]
     wide = {"q": said["num_attention_heads"] * dim, "k": said["num_key_value_heads"] * dim}
     wide["v"] = wide["k"]
-    found = {f"self_attn.{n}_proj": 0.02 * torch.randn(rows, hidden) for n, rows in wide.items()}
+    found = {f"self_attn.{n}_proj": _random(rows, hidden) for n, rows in wide.items()}
     found["self_attn.o_proj"] = torch.zeros(hidden, wide["q"])
     ffn = said["moe_intermediate_size" if sparse else "intermediate_size"]
     owners = ["mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(4))] if sparse else ["mlp"]
     for owner in owners:
         for part in ("gate", "up"):
-            found[f"{owner}.{part}_proj"] = 0.02 * torch.randn(ffn, hidden)
+            found[f"{owner}.{part}_proj"] = _random(ffn, hidden)
         found[f"{owner}.down_proj"] = torch.zeros(hidden, ffn)
     if sparse:
         found["mlp.gate"] = 0.02 * torch.randn(4, hidden)
@@ -125,23 +144,27 @@ def measure(args: argparse.Namespace, agreement: float) -> dict[str, Any]:
     """Return tokens/s of each way, ratios and what came of the drafts."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder, args.layers, agreement)
+        dtype: Dtype = "bfloat16" if args.gpu else "float32"
+        sizes = {"hidden": args.hidden, "ffn": args.ffn}
+        write_model(folder, args.layers, agreement, dtype=dtype, **sizes)
         spec = ModelSpec.from_directory(folder)
         plan = manual_plan(
             spec,
-            splits=(args.layers // 2,),
+            splits=() if args.gpu else (args.layers // 2,),
             precision=Precision.parse(args.bits),
             prefill_microbatch=1,
             decode_microbatch=1,
             model_dir=str(folder),
-            workload=Workload(batch=1, prompt_len=32, gen_len=args.tokens, dtype="float32"),
+            workload=Workload(batch=1, prompt_len=32, gen_len=args.tokens, dtype=dtype),
         )
+        plan = on_gpu(plan) if args.gpu else plan
         costs = folder / "costs.json"
         _costs(plan).save_json(costs)
+        times = {} if args.gpu else {"costs": str(costs)}
         ways: dict[str, dict[str, Any]] = {
             "plain": {},
             "mtp": {"speculate": "mtp", "gamma": args.gamma},
-            "auto": {"speculate": "mtp", "gamma": "auto", "costs": str(costs)},
+            "auto": {"speculate": "mtp", "gamma": "auto", **times},
         }
         engines = {w: LLM(plan=plan, backend="threads", **more) for w, more in ways.items()}
         params = SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True)
@@ -198,6 +221,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--ffn", type=int, default=2048)
+    parser.add_argument("--gpu", action="store_true", help="on one GPU in bfloat16")
     parser.add_argument("--bits", default="w16a16")
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--gamma", type=int, default=2)
@@ -212,11 +238,13 @@ def main() -> None:
             row: dict[str, Any] = {
                 "agreement": agreement,
                 "way": way,
-                "stages": 2,
+                "stages": 1 if args.gpu else 2,
                 "layers": args.layers,
                 "bits": args.bits,
                 "tokens": args.tokens,
             }
+            if args.gpu:
+                row |= {"hidden": args.hidden, "ffn": args.ffn}
             seen = found["speculation"]
             if way == "mtp":
                 row |= {
@@ -233,6 +261,7 @@ def main() -> None:
                     case=row,
                     unit="x of plain decoding",
                     samples=ratios,
+                    device=torch.cuda.get_device_name(0) if args.gpu else None,
                     baselines={"plain tokens/s": found["tokens_per_s"]["plain"]},
                 )
 
