@@ -46,12 +46,13 @@ def topology_lines(
         ("best single card", simple["card"]),
         ("best pipeline", own),
         ("even tensor parallel", simple["shared"]),
+        ("one engine a node", simple["node"]),
         ("one engine a card", simple["each"]),
         ("equal replicas", simple["equal"]),
     ):
-        if one is None and name in ("equal replicas", "even tensor parallel"):
+        if one is None and name in ("one engine a node", "equal replicas", "even tensor parallel"):
             continue
-        if exactly == 1 and name in ("one engine a card", "equal replicas"):
+        if exactly == 1 and name in ("one engine a node", "one engine a card", "equal replicas"):
             continue
         lines.append(f"{name}: {_simple_text(one, rows)}")
     lines += _searched(found)

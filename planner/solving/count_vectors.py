@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from llmpq.cluster import Device
-from llmpq.planner.problem.problem import Problem
+from llmpq.cluster import Cluster, Device
+from llmpq.planner.problem.problem import MANY_DEVICES, Problem
 
 Vector = tuple[int, ...]
 """Devices of each class; behind them groups of each kind."""
@@ -56,6 +56,36 @@ def count_vectors(
     ]
 
 
+def partitions(cluster: Cluster, devices: Sequence[Device]) -> list[list[tuple[str, ...]]]:
+    """Return ways to part devices of a cluster where its links are slow, by names of devices.
+
+    First a part a node; then, for every bandwidth of a link, the devices that links of at least so
+    much join. Each has more than one part, and one part of more than one device.
+    """
+    few = len(devices) <= MANY_DEVICES
+    ends = list(itertools.combinations(range(len(devices)), 2)) if few else []
+    gbps = {(a, b): cluster.link(devices[a], devices[b]).gbps for a, b in ends}
+    marks = [[d.node for d in devices]]
+    for least in sorted(set(gbps.values()), reverse=True):
+        part = list(range(len(devices)))
+        for a, b in (pair for pair in ends if gbps[pair] >= least):
+            if part[a] != part[b]:
+                part = [part[a] if one == part[b] else one for one in part]
+        marks.append([str(one) for one in part])
+    found = []
+    for mark in marks:
+        parts = _parts([d.name for d in devices], mark)
+        if 1 < len(parts) < len(devices) and parts not in found:
+            found.append(parts)
+    return found
+
+
+def _parts(names: Sequence[str], marks: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the names that have a mark together, in the order of the first of each."""
+    both = list(zip(names, marks, strict=True))
+    return [tuple(name for name, of in both if of == mark) for mark in dict.fromkeys(marks)]
+
+
 class CountVectors:
     """The engines that the devices of a problem can make, groups that share stages among them."""
 
@@ -78,6 +108,14 @@ class CountVectors:
         self._members = [[number[one.name] for one in group.joined] for group in self._groups]
         self._names = [[device.name for device in cls.devices] for cls in p.classes]
         self._twins = p.node_twins
+        self.partitions = [
+            [self._engine_of(number[name] for name in part) for part in parts]
+            for parts in partitions(p.cluster, [d for d in p.cluster.devices if d.name in number])
+        ]
+        """Engines that part the devices where links are slow, the nodes first."""
+        nodes = {d.node for d in p.cluster.devices}
+        self.by_node = bool(self.partitions) and len(nodes) > 1
+        """Whether the first of those are the nodes."""
         states = math.prod(count + 1 for count in self.counts)
         listed = count_vectors(self.counts, self._uses, MOST_VECTORS)
         self.complete = states <= MOST_STATES and listed is not None
@@ -92,6 +130,11 @@ class CountVectors:
     def alone(self, counts: Sequence[int]) -> Vector:
         """Return the engine of so many devices of each class, none in a group."""
         return (*counts, *(0,) * len(self._groups))
+
+    def _engine_of(self, classes: Iterable[int]) -> Vector:
+        """Return the engine of devices of these classes, none in a group."""
+        chosen = list(classes)
+        return self.alone([chosen.count(c) for c in range(len(self.counts))])
 
     @property
     def groups(self) -> dict[Vector, Device]:
@@ -110,15 +153,28 @@ class CountVectors:
         return tuple(found)
 
     def _small(self) -> list[Vector]:
-        """Return vectors of few devices, as many as there is room for, and the whole."""
-        found: list[Vector] = [self.whole]
+        """Return the whole, engines within a node and of whole parts, and those of few devices.
+
+        As many as there is room for.
+        """
         kinds = len(self.counts)
+        nodes = self.partitions[0] if self.partitions else []
+        within = (itertools.product(*(range(n + 1) for n in v[:kinds])) for v in nodes)
+        joined = (
+            [sum(counts) for counts in zip(*parts, strict=True)]
+            for own in self.partitions
+            for parts in itertools.combinations([v[:kinds] for v in own], 2)
+        )
+        first = itertools.islice(itertools.chain(*within, joined), MOST_VECTORS // 2)
+        parts = itertools.chain(*self.partitions)
+        found = list(dict.fromkeys([self.whole, *parts, *map(self.alone, filter(any, first))]))
+        known = set(found)
         for size in range(1, sum(self.counts)):
-            new = []
+            new: list[Vector] = []
             for chosen in itertools.combinations_with_replacement(range(kinds), size):
                 v = tuple(chosen.count(c) for c in range(kinds))
                 if all(n <= most for n, most in zip(v, self.counts, strict=True)):
-                    new.append(self.alone(v))
+                    new += [] if self.alone(v) in known else [self.alone(v)]
                 if len(found) + len(new) > MOST_VECTORS:
                     return found
             found += new

@@ -65,7 +65,7 @@ class EnginePrices:
         """`deadline_s`: when to stop, by `time.process_time`; `engine_s`: seconds of one solve."""
         self.p = p if options.budget is None else p.with_changes(theta=0.0)
         self.vectors, self.options = vectors, replace(options, prefer=None)
-        self._deadline_s, self._engine_s = deadline_s, engine_s
+        self.deadline_s, self._engine_s = deadline_s, engine_s
         self.known: dict[Vector, dict[int, EnginePrice]] = {}
         """By rows, of canonical vectors."""
         listed = list(dict.fromkeys(map(vectors.canonical, vectors.vectors)))
@@ -81,7 +81,7 @@ class EnginePrices:
     @property
     def late(self) -> bool:
         """Whether the time is over."""
-        return time.process_time() > self._deadline_s
+        return time.process_time() > self.deadline_s
 
     def note(self, v: Vector, rows: int, price: EnginePrice) -> None:
         """Keep a price that is known from elsewhere."""
@@ -149,7 +149,7 @@ class EnginePrices:
     def _solved(self, job: Problem, ceiling: float) -> tuple[Solved | None, float]:
         """Return the best plan below a ceiling and a bound; infinite where none fits."""
         self.num_solves += 1
-        left_s = min(self._engine_s, max(0.05, self._deadline_s - time.process_time()))
+        left_s = min(self._engine_s, max(0.05, self.deadline_s - time.process_time()))
         options = replace(self.options, time_limit_s=min(left_s, self.options.time_limit_s))
         try:
             found = best_plan(job, options, ceiling=ceiling)

@@ -21,6 +21,7 @@ from llmpq.planner.solving.plan_search import Solved, best_plan
 from llmpq.planner.solving.topology_search import (
     TOPOLOGY_GAP,
     ChosenEngine,
+    Deal,
     KnownPipeline,
     TopologySearch,
     dealt_equally,
@@ -57,9 +58,9 @@ class FoundTopology:
     """GROUP_GAIN where an engine has shared stages, else 1."""
     seconds: float
     simple: Mapping[str, Simple | None]
-    """`card`: the best single device, `each`: an engine on every device that has room, `equal`: the
-    best equal shares, `shared`: the best engine whose devices all share every layer evenly; None
-    where none fits."""
+    """`card`: the best single device, `node`: an engine a node, where there are several, `each`: an
+    engine on every device that has room, `equal`: the best equal shares, `shared`: the best engine
+    whose devices all share every layer evenly; None where none fits."""
     groups: int = 0
     """Kinds of groups of devices that were looked at as stages in tensor parallel."""
     groups_left_out: int = 0
@@ -78,6 +79,7 @@ def best_topology(
     grouped = with_groups(p, options.kvs) if options.groups else None
     among = p if grouped is None else grouped.problem
     search = TopologySearch(among, options, known=known, exactly=exactly, gap=gap)
+    parts, by_node = search.try_parts(), search.vectors.by_node
     card, equal, shared = _best_card(search), _equal(search), _best_shared(search)
     each = search.one_a_device()
     search.offer([(v, rows) for v, rows, _ in each])
@@ -98,7 +100,13 @@ def best_topology(
         bound=found.bound / gain,
         gain=gain,
         seconds=found.seconds,
-        simple={"card": card, "each": _each(search, each), "equal": equal, "shared": shared},
+        simple={
+            "card": card,
+            "node": _apart(parts, len(search.vectors.partitions[0]), "node") if by_node else None,
+            "each": _apart(each, sum(search.vectors.counts), "device"),
+            "equal": equal,
+            "shared": shared,
+        },
         groups=len(search.vectors.groups),
         groups_left_out=0 if grouped is None else grouped.left_out,
     )
@@ -174,18 +182,15 @@ def _best_shared(search: TopologySearch) -> Simple | None:
     return min(found)[1] if found else None
 
 
-def _each(
-    search: TopologySearch, engines: Sequence[tuple[Vector, int, EnginePrice]]
-) -> Simple | None:
-    """Return what an engine on every device takes; None where none fits."""
-    if not engines:
+def _apart(deals: Sequence[Deal], of: int, what: str) -> Simple | None:
+    """Return what an engine on every device, or node, takes; None where none fits."""
+    if not deals:
         return None
-    devices = search.prices.vectors.counts
-    left_out = sum(devices) - len(engines)
-    words = f"{len(engines)} engine{'s' * (len(engines) > 1)}"
-    words += f", {left_out} device{'s' * (left_out > 1)} left out" if left_out else ""
-    times = [_time_s(price) for _, _, price in engines]
-    return words, max(times), max(price.omega for _, _, price in engines)
+    left_out = of - len(deals)
+    words = f"{len(deals)} engine{'s' * (len(deals) > 1)}"
+    words += f", {left_out} {what}{'s' * (left_out > 1)} left out" if left_out else ""
+    times = [_time_s(price) for _, _, price in deals]
+    return words, max(times), max(price.omega for _, _, price in deals)
 
 
 def _equal(search: TopologySearch) -> Simple | None:

@@ -24,6 +24,11 @@ TOPOLOGY_GAP = 1e-3
 """Relative gap to which topologies are searched: more engines must be better by more than this."""
 TOPOLOGY_SHARE = 1 / 20
 """Share of the time limit that the search of topologies may compute, after that of one pipeline."""
+PARTS_SHARE = 1 / 5
+"""Share of the time limit that engines of whole nodes may compute before that, where there are
+several nodes."""
+REDEALS = 3
+"""Times that rows are dealt anew by what engines took for those they had."""
 ENGINE_SHARE = 0.5
 """Share of that which one engine may take."""
 CEILING_STEP, MOST_ABOVE = 1.25, 100.0
@@ -63,6 +68,10 @@ class KnownPipeline:
     bound: float = 0.0
 
 
+Deal = tuple[Vector, int, EnginePrice]
+"""An engine, its rows, and what it takes for them."""
+
+
 class TopologySearch:
     """The search, anytime: it ends with the best so far when the time is over."""
 
@@ -77,6 +86,7 @@ class TopologySearch:
     ) -> None:
         """`known`: of one pipeline over any of the devices; `exactly`: how many engines."""
         self._start_s = time.perf_counter()
+        self._limit_s = options.time_limit_s
         share = options.time_limit_s * TOPOLOGY_SHARE
         self.vectors = CountVectors(p)
         self.prices = EnginePrices(
@@ -103,6 +113,38 @@ class TopologySearch:
         """Start from engines whose prices are known, if they are better than the best so far."""
         if engines and self._exactly in (None, len(engines)):
             self._try(engines, self._target)
+
+    def try_parts(self) -> list[Deal]:
+        """Begin with engines that part the devices where links are slow; return those of the nodes.
+
+        Their time is not that of the search; rows are dealt by what each engine is found to take.
+        """
+        nodes: list[Deal] = []
+        self.prices.deadline_s = time.process_time() + self._limit_s * PARTS_SHARE
+        for at, parts in enumerate(self.vectors.partitions):
+            found = self._tuned(parts)
+            nodes = found if at == 0 else nodes
+        self.prices.deadline_s = time.process_time() + self._limit_s * TOPOLOGY_SHARE
+        return nodes
+
+    def _tuned(self, parts: Sequence[Vector]) -> list[Deal]:
+        """Return engines with the rows that let all end about together, as their plans take."""
+        best = deals = self._evenly(parts)
+        for _ in range(REDEALS):
+            if self._exactly is not None and len(deals) > self._exactly:
+                deals = sorted(deals, key=_rows_per_s, reverse=True)[: self._exactly]
+            if not deals or self.prices.late:
+                break
+            self.offer([(v, rows) for v, rows, _ in deals])
+            best = min(best, deals, key=_slowest)
+            speeds = [_rows_per_s(deal) for deal in deals]
+            able = [math.ceil(self.prices.rows * speed / min(speeds)) for speed in speeds]
+            rows = dealt(self.prices.rows, able)
+            dealt_anew = [(v, n) for (v, _, _), n in zip(deals, rows, strict=True) if n]
+            deals = [(v, n, self.prices.price(v, n)) for v, n in dealt_anew]
+            if any(price.solved is None for _, _, price in deals):
+                break
+        return best
 
     def run(self) -> SearchedTopology:
         """Search; return the best topology. Without engines it is the known pipeline."""
@@ -188,13 +230,17 @@ class TopologySearch:
             for _ in range(count)
         ]
 
-    def one_a_device(self) -> list[tuple[Vector, int, EnginePrice]]:
-        """Return engines of one device each, with the rows that let all end about together.
+    def one_a_device(self) -> list[Deal]:
+        """Return engines of one device each, with the rows that let all end about together."""
+        return self._evenly(self.single_devices)
 
-        Devices that have no room for the model, or are too slow for a row, have none; no engines
-        where so few rows or devices are left.
+    def _evenly(self, each: Sequence[Vector]) -> list[Deal]:
+        """Return these engines, with the rows that let all end about together, as floors have it.
+
+        Those that have no room for the model, or are too slow for a row, have none; no engines
+        where so few rows or engines are left.
         """
-        each, high = self.single_devices, 1.0
+        high = 1.0
         able = [self.prices.most(v, math.inf) for v in each]
         if sum(able) < self.prices.rows:
             return []
@@ -275,6 +321,15 @@ class TopologySearch:
             else:
                 high = middle
         return low
+
+
+def _rows_per_s(deal: Deal) -> float:
+    _, rows, price = deal
+    return rows / max(price.value, 1e-12)
+
+
+def _slowest(deals: Sequence[Deal]) -> float:
+    return max((price.value for _, _, price in deals), default=math.inf)
 
 
 def equal_shares(counts: Vector, rows: int) -> list[int]:
