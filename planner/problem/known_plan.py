@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,8 @@ class KnownPlan:
     def in_numbers_of(self, p: Problem) -> Assignment | None:
         """Return it as a solver of a problem has it; None where it has no such device or groups.
 
-        A precision that is not offered there becomes the next one below, or else the lowest.
+        A precision that is not offered there becomes the next one below, or else the lowest;
+        micro-batches become the nearest sizes that are looked at there.
         """
         class_of = {d.name: i for i, own in enumerate(p.classes) for d in own.devices}
         starts = {group[0]: i for i, group in enumerate(p.groups)} | {
@@ -70,11 +72,10 @@ class KnownPlan:
             firsts = [p.groups[group][0] - stage.layers[0] for group in range(start, end)]
             choices = tuple(_choice(p, stage.precisions[first]) for first in firsts)
             stages.append(Stage(cls=cls, start=start, end=end, choices=choices))
-        batch = p.workload.batch
+        sizes = (self.prefill_microbatch, self.decode_microbatch)
+        prefill, decode = min(p.pairs, key=lambda pair: (math.dist(pair, sizes), pair))
         return Assignment(
-            prefill_microbatch=min(self.prefill_microbatch, batch),
-            decode_microbatch=min(self.decode_microbatch, batch),
-            stages=tuple(stages),
+            prefill_microbatch=prefill, decode_microbatch=decode, stages=tuple(stages)
         )
 
 

@@ -125,6 +125,22 @@ def test_slow_links_between_nodes_are_not_crossed(
     assert "the plan's engines are on 2 nodes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("engines", [(), ("--engines", "2")])
+def test_nodes_of_which_no_card_holds_the_model_are_engines(
+    planned: Any, tmp_path: Path, engines: tuple[str, ...]
+) -> None:
+    """A pipeline over both nodes waits for 1 Gb/s; the search of all groupings has no time here."""
+    cluster = _nodes(tmp_path, "3060:2", "4070:3", "t4:2")
+    job = ["--model", "qwen3-14b", "--bits", "8", "--batch", "48", *JOB, "--time-limit", "20"]
+    plan, lines = planned("--cluster", cluster, *job, *engines)
+    assert isinstance(plan, Topology)
+    for engine in plan.engines:
+        assert len({stage.node for stage in engine.plan.stages}) == 1
+        assert len(engine.plan.stages) > 1
+    beside = [line for line in lines if line.startswith("one engine a node: ")]
+    assert len(beside) == 1 and " engines" in beside[0]
+
+
 def test_unequal_cards_have_rows_by_their_speed(planned: Any) -> None:
     words = ["--devices", "5090,3090", "--model", "qwen3-8b", "--bits", "8", "--batch", "64"]
     plan, _ = planned(*words, *JOB, "--prefer", "speed")

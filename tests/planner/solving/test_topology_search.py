@@ -16,7 +16,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.solving.count_vectors import CountVectors
+from llmpq.planner.solving.count_vectors import CountVectors, partitions
 from llmpq.planner.solving.engine_floors import MOST_WAVES, EngineFloors
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import best_plan
@@ -234,6 +234,32 @@ def test_twin_nodes_are_one_engine() -> None:
     vectors = CountVectors(p)
     assert len(vectors.vectors) == 26 and vectors.complete
     assert len({vectors.canonical(v) for v in vectors.vectors}) == 9
+
+
+def test_devices_are_parted_where_links_are_slow() -> None:
+    nodes = [
+        {"name": "a", "devices": [{"kind": "V100-32GB", "count": 4}]},
+        {"name": "b", "devices": [{"kind": "T4", "count": 2}]},
+        {"name": "c", "devices": [{"kind": "T4"}]},
+    ]
+    pairs = [
+        {"between": ["V100-32GB-0", "V100-32GB-1"], "gbps": 1200, "latency_us": 5},
+        {"between": ["V100-32GB-2", "V100-32GB-3"], "gbps": 1200, "latency_us": 5},
+        {"between": ["a", "c"], "gbps": 1, "latency_us": 100},
+        {"between": ["b", "c"], "gbps": 1, "latency_us": 100},
+    ]
+    links = {"between_nodes": {"gbps": 25, "latency_us": 50}, "pairs": pairs}
+    cluster = Cluster.parse_data({"name": "x", "nodes": nodes, "links": links}, where="test")
+    last, ts = ("T4-2",), ("T4-0", "T4-1")
+    a = ("V100-32GB-0", "V100-32GB-1", "V100-32GB-2", "V100-32GB-3")
+    assert partitions(cluster, cluster.devices) == [
+        [a, ts, last],
+        [a[:2], a[2:], ("T4-0",), ("T4-1",), last],
+        [(*a, *ts), last],
+    ]
+    for alone in ({"name": "one", "nodes": nodes[:1]}, {"name": "one", "nodes": nodes[2:]}):
+        one = Cluster.parse_data(alone, where="test")
+        assert partitions(one, one.devices) == []
 
 
 def test_rows_are_dealt_in_proportion() -> None:
