@@ -27,7 +27,7 @@ TOPOLOGY_SHARE = 1 / 20
 PARTS_SHARE = 1 / 5
 """Share of the time limit that engines of whole nodes may compute before that, where there are
 several nodes."""
-REDEALS = 3
+REDEALS = 2
 """Times that rows are dealt anew by what engines took for those they had."""
 ENGINE_SHARE = 0.5
 """Share of that which one engine may take."""
@@ -129,22 +129,34 @@ class TopologySearch:
 
     def _tuned(self, parts: Sequence[Vector]) -> list[Deal]:
         """Return engines with the rows that let all end about together, as their plans take."""
-        best = deals = self._evenly(parts)
-        for _ in range(REDEALS):
-            if self._exactly is not None and len(deals) > self._exactly:
-                deals = sorted(deals, key=_rows_per_s, reverse=True)[: self._exactly]
-            if not deals or self.prices.late:
+        deals, best = self._first_deals(parts), list[Deal]()
+        for redeals in reversed(range(REDEALS + 1)):
+            if any(price.solved is None for _, _, price in deals) or not deals:
                 break
-            self.offer([(v, rows) for v, rows, _ in deals])
-            best = min(best, deals, key=_slowest)
-            speeds = [_rows_per_s(deal) for deal in deals]
+            if sum(rows for _, rows, _ in deals) == self.prices.rows:
+                self.offer([(v, rows) for v, rows, _ in deals])
+                best = min(best, deals, key=_slowest)
+            if not redeals or self.prices.late:
+                break
+            speeds = [rows / max(price.value, 1e-12) for _, rows, price in deals]
             able = [math.ceil(self.prices.rows * speed / min(speeds)) for speed in speeds]
             rows = dealt(self.prices.rows, able)
-            dealt_anew = [(v, n) for (v, _, _), n in zip(deals, rows, strict=True) if n]
-            deals = [(v, n, self.prices.price(v, n)) for v, n in dealt_anew]
-            if any(price.solved is None for _, _, price in deals):
-                break
+            anew = [(v, n) for (v, _, _), n in zip(deals, rows, strict=True) if n]
+            deals = [(v, n, self.prices.price(v, n)) for v, n in anew]
         return best
+
+    def _first_deals(self, parts: Sequence[Vector]) -> list[Deal]:
+        """Return engines with rows as floors have it: as many engines as there must be."""
+        deals = self._evenly(parts)
+        if self._exactly is None:
+            return deals
+        deals = sorted(deals, key=lambda deal: -deal[1])[: self._exactly]
+        # Engines that are too slow for an even share must be there, too.
+        left = list(parts)
+        for v, _, _ in deals:
+            left.remove(v)
+        slow = [v for v in left if self.prices.most(v, math.inf)]
+        return deals + [(v, 1, self.prices.price(v, 1)) for v in slow[: self._exactly - len(deals)]]
 
     def run(self) -> SearchedTopology:
         """Search; return the best topology. Without engines it is the known pipeline."""
@@ -321,11 +333,6 @@ class TopologySearch:
             else:
                 high = middle
         return low
-
-
-def _rows_per_s(deal: Deal) -> float:
-    _, rows, price = deal
-    return rows / max(price.value, 1e-12)
 
 
 def _slowest(deals: Sequence[Deal]) -> float:
