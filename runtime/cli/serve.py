@@ -94,20 +94,13 @@ def _check_replicas(options: ServeOptions) -> None:
         )
 
 
-API_KEY = "LLMPQ_API_KEY"
-"""Variable that holds the key of a server without `--api-key` and `--api-key-file`."""
+API_KEYS = ("LLMPQ_API_KEY", "VLLM_API_KEY")
+"""Variables of which the first that is set holds the key of a server without `--api-key` and
+`--api-key-file`."""
 
 
 def settings_of(options: ServeOptions) -> ServeSettings:
     """Return the server's settings; `ValueError` for files that cannot be read."""
-    keys = list(options.api_key or ())
-    if not keys and options.api_key_file is None and (key := os.environ.get(API_KEY)):
-        keys = [key]
-    if options.api_key_file is not None:
-        lines = _text_of("--api-key-file", options.api_key_file).splitlines()
-        keys += [line.strip() for line in lines if line.strip()]
-        if not keys:
-            raise ValueError(f"--api-key-file '{options.api_key_file}' has no key; one a line")
     template, server = options.chat_template, options.server
     for name in ("max_requests", "max_prompts", "max_n", "max_body_bytes"):
         value = getattr(server, name)
@@ -119,19 +112,67 @@ def settings_of(options: ServeOptions) -> ServeSettings:
         )
     for name in ("request_timeout", "read_timeout", "write_timeout", "drain_timeout"):
         seconds = getattr(server, f"{name}_s")
-        if seconds is not None and not 0 <= seconds < float("inf"):
-            raise ValueError(f"--{name.replace('_', '-')} must be seconds from 0 on, got {seconds}")
+        if seconds is None:
+            continue
+        flag, least = f"--{name.replace('_', '-')}", "from" if name == "drain_timeout" else "above"
+        if not 0 <= seconds < float("inf") or (seconds == 0 and least == "above"):
+            without = "; leave it out for no limit" if name == "request_timeout" else ""
+            on = " on" if least == "from" else ""
+            raise ValueError(f"{flag} must be seconds {least} 0{on}, got {seconds:g}{without}")
     _check_tls(server)
     return replace(
         server,
         model_names=tuple(options.served_model_name or (_folder_name(options),)),
-        api_keys=tuple(keys),
+        api_keys=_api_keys(options),
         # Each replica would have its own.
         max_stored_responses=0 if options.replicas > 1 else server.max_stored_responses,
         root_path=_root_path(server.root_path),
-        cors_origins=tuple(server.cors_origins),
+        cors_origins=tuple(map(_origin, server.cors_origins)),
         chat_template=None if template is None else _text_of("--chat-template", template),
     )
+
+
+def _api_keys(options: ServeOptions) -> tuple[str, ...]:
+    """Return the keys that open the server; `ValueError` where one is meant and there is none."""
+    keys = {"--api-key": list(options.api_key or ())}
+    if options.api_key_file is not None:
+        lines = [
+            line.strip()
+            for line in _text_of("--api-key-file", options.api_key_file).splitlines()
+            if line.strip() and not line.lstrip().startswith("#")
+        ]
+        if not lines:
+            raise ValueError(f"--api-key-file '{options.api_key_file}' has no key; one a line")
+        keys["--api-key-file"] = lines
+    variable = next((name for name in API_KEYS if name in os.environ), None)
+    if variable is not None and options.api_key is None and options.api_key_file is None:
+        keys[variable] = [os.environ[variable]]
+    for source, found in keys.items():
+        # The server would be open to all, as where a variable is not set: --api-key "$KEY".
+        if any(not key.strip() for key in found):
+            raise ValueError(f"{source} is empty; give a key, or leave it out for an open server")
+    return tuple(key.strip() for found in keys.values() for key in found)
+
+
+def _origin(given: str) -> str:
+    """Return an origin as browsers write it: lower case, no path, no port that the scheme has."""
+    from urllib.parse import urlsplit
+
+    if given in ("*", "null"):
+        return given
+    try:
+        parts = urlsplit(given.lower())
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    host, rest = parts.hostname, (parts.path.strip("/"), parts.query, parts.fragment)
+    if not parts.scheme or not host or any(rest) or parts.username is not None:
+        raise ValueError(
+            f"--cors-origin must be an origin such as https://app.example.com, got '{given}'"
+        )
+    shown = f"[{host}]" if ":" in host else host
+    own = port is None or port == {"http": 80, "https": 443}.get(parts.scheme)
+    return f"{parts.scheme}://{shown}{'' if own else f':{port}'}"
 
 
 def _text_of(flag: str, path: str) -> str:
@@ -182,6 +223,10 @@ def _check_tls(server: ServeSettings) -> None:
             if getattr(server, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --ssl-certfile")
         return
+    for flag, path in (("--ssl-certfile", certificate), ("--ssl-keyfile", key)):
+        if path is not None and not os.access(path, os.R_OK):
+            there = "it may not be read" if Path(path).exists() else "there is no such file"
+            raise ValueError(f"{flag} '{path}' cannot be used: {there}")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # No one is asked for a password: a server starts on its own.
@@ -190,6 +235,7 @@ def _check_tls(server: ServeSettings) -> None:
         raise ValueError(
             f"--ssl-certfile '{certificate}'{f' with --ssl-keyfile {key!r}' if key else ''} cannot "
             f"be used: {error}; expected a PEM certificate and its key without a password"
+            f"{'' if key else ', in the same file or by --ssl-keyfile FILE'}"
         ) from None
     authorities = server.ssl_ca_certs
     if authorities is not None:
@@ -211,6 +257,10 @@ def _require_free_socket(path: str) -> None:
         raise ValueError(f"--uds '{path}' is longer than the 107 bytes of a socket's path")
     if not Path(path).parent.is_dir():
         raise ValueError(f"--uds '{path}': there is no folder '{Path(path).parent}'")
+    if not os.access(Path(path).parent, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"--uds '{path}': this user may not write in '{Path(path).parent}'; choose another path"
+        )
     if not Path(path).exists():
         return
     if not stat.S_ISSOCK(Path(path).stat().st_mode):

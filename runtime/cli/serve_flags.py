@@ -138,10 +138,13 @@ def _add_server(server: Section) -> None:
         daily=True,
         action="append",
         metavar="KEY",
-        help="require this key (may repeat; default: the variable LLMPQ_API_KEY, if set)",
+        help="require this key (may repeat; default: the variable LLMPQ_API_KEY, else "
+        "VLLM_API_KEY, if set)",
     )
     server.flag(
-        "--api-key-file", metavar="FILE", help="keys, one per line, which process lists do not show"
+        "--api-key-file",
+        metavar="FILE",
+        help="keys, one per line (# begins a comment), which process lists do not show",
     )
     server.flag(
         "--cors-origin",

@@ -130,6 +130,14 @@ def status(url: str) -> int:
         (["--model", "nowhere", "--uds", "/tmp/" + "x" * 110], "longer than the 107 bytes"),
         (["--model", "nowhere", "--root-path", "llm"], "--root-path must begin with /"),
         (["--model", "nowhere", "--max-stored-responses", "-1"], "must be 0 or more"),
+        (["--model", "nowhere", "--api-key", ""], "--api-key is empty; give a key"),
+        (["--model", "nowhere", "--api-key", "a", "--api-key", " "], "--api-key is empty"),
+        (["--model", "nowhere", "--request-timeout", "0"], "above 0, got 0; leave it out"),
+        (["--model", "nowhere", "--read-timeout", "0"], "--read-timeout must be seconds above 0"),
+        (["--model", "nowhere", "--write-timeout", "nan"], "--write-timeout must be seconds"),
+        (["--model", "nowhere", "--cors-origin", "app.example.com"], "https://app.example.com"),
+        (["--model", "nowhere", "--cors-origin", "https://a.example/app"], "must be an origin"),
+        (["--model", "nowhere", "--cors-origin", "https://a.example:x"], "must be an origin"),
         (["--model", "nowhere", "--replicas", "0"], "--replicas must be at least 1"),
         (["--model", "nowhere", "--replicas", "2", "--backend", "ray"], "on this machine"),
         (["--model", "nowhere", "--ray-serve"], "--replicas N is enough"),
@@ -138,6 +146,63 @@ def status(url: str) -> int:
 def test_wrong_flags_are_refused(words, said, capsys):
     assert main(["serve", *words]) == 2
     assert said in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def settings(*words):
+    from llmpq.runtime.cli.serve import settings_of
+
+    return settings_of(serve_parser().read_as(ServeOptions, ["--model", "nowhere", *words]))
+
+
+def test_keys_are_the_flags_the_files_or_the_variables(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("# of production\n\n  one  \n  # old\ntwo\r\n")
+    assert settings("--api-key-file", str(file)).api_keys == ("one", "two")
+    assert settings("--api-key", "a", "--api-key-file", str(file)).api_keys == ("a", "one", "two")
+    file.write_text("# none yet\n")
+    with pytest.raises(ValueError, match="has no key"):
+        settings("--api-key-file", str(file))
+    assert settings().api_keys == ()
+    monkeypatch.setenv("VLLM_API_KEY", "of vLLM")
+    assert settings().api_keys == ("of vLLM",)
+    monkeypatch.setenv("LLMPQ_API_KEY", "ours")
+    assert settings().api_keys == ("ours",)
+    assert settings("--api-key", "a").api_keys == ("a",)
+    monkeypatch.setenv("LLMPQ_API_KEY", "")
+    with pytest.raises(ValueError, match="LLMPQ_API_KEY is empty"):
+        settings()
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ("https://app.example.com/", "https://app.example.com"),
+        ("https://App.Example.com:443", "https://app.example.com"),
+        ("http://localhost:3000", "http://localhost:3000"),
+        ("http://[::1]:80", "http://[::1]"),
+        ("chrome-extension://abcdef", "chrome-extension://abcdef"),
+        ("*", "*"),
+    ],
+)
+def test_origins_are_compared_as_browsers_write_them(given, sent):
+    assert settings("--cors-origin", given).cors_origins == (sent,)
+
+
+def test_a_certificate_without_its_key_says_where_to_give_it(tmp_path):
+    (tmp_path / "cert.pem").write_text("-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n")
+    words = ["--ssl-certfile", str(tmp_path / "cert.pem")]
+    with pytest.raises(ValueError, match="in the same file or by --ssl-keyfile FILE"):
+        settings(*words)
+    with pytest.raises(ValueError, match=r"--ssl-keyfile 'no.pem' cannot be used: there is no"):
+        settings(*words, "--ssl-keyfile", "no.pem")
+
+
+def test_a_socket_where_this_user_may_not_write_is_refused(tmp_path, monkeypatch):
+    from llmpq.runtime.cli.serve import _require_free_socket
+
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ValueError, match=f"may not write in '{tmp_path}'"):
+        _require_free_socket(str(tmp_path / "llmpq.sock"))
 
 
 def test_a_plans_pool_takes_a_limit_of_length(demo_model, make_plan, tmp_path):
