@@ -51,7 +51,7 @@ def experts_reference(
     biases: list[Tensor] | None = None,
     back: bool = False,
 ) -> Tensor:
-    """The twin of `product`, in float64: weights [N, K] of each expert, pairs one at a time."""
+    """The twin of experts/expert_rows_launch.py, in float64: weights [N, K] of each expert."""
     flat, per_token = expert_TK.flatten(), expert_TK.shape[1]
     order = flat.argsort(stable=True)
     y = x.new_empty(flat.numel(), weights[0].shape[0])

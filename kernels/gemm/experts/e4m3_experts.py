@@ -119,6 +119,7 @@ def e4m3_expert_kernel(
             if FUSE:
                 acc2 = multiply(acc2, code2, scale2, x, DT, BN, BM, INTERPRET)
         if tl.float16 == DT:
+            # E4M3's bits stand in float16's, whose exponents have a bias of 15, not 7: 2^-8 of it.
             acc *= 256.0
             if FUSE:
                 acc2 *= 256.0

@@ -33,7 +33,7 @@ from llmpq.kernels.gemm.experts.gluon_expert_item import (
     finish_item,
     group_barrier,
     item_of,
-    right_of,
+    right_operand,
     tma_load,
 )
 
@@ -72,7 +72,7 @@ def _dense_item(
         mbarrier.wait(ready.index(slot), step // STAGES % 2)
         if SEEK:  # cp.async wrote x, wgmma reads it by another way
             fence_async_shared()
-        x = right_of(ring, slot, NT)
+        x = right_operand(ring, slot, NT)
         made = warpgroup_mma(ring_w.index(slot * 4 + WG * 2), x, acc0, is_async=True)
         before = warpgroup_mma_wait(1, deps=[acc1])
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)

@@ -1,11 +1,11 @@
-"""Shared by the Gluon programs of a mixture's prompts: items, their order, how sums leave.
+"""Shared by the Gluon programs of a mixture's prompts: items, their order, how sums are stored.
 
     program     persistent, a multiprocessor's only one; an item is a block of `expert_blocks.py`
                 (128 rows of x, or 64 where an expert has no more left) by OWN rows of w
     2 warpgroups, each two times 64 rows of w: FUSE, 64 gate rows and the 64 up rows beside them
 
-What leaves passes through shared memory once, so that rows of y are written 16 bytes a lane: y's
-rows past an expert's last are another program's. `gluon_expert_dense.py` and
+Sums pass through shared memory once, so that rows of y are written 16 bytes a lane; y's rows past
+an expert's last are another program's. `gluon_expert_dense.py` and
 `gluon_expert_packed.py` are the kernels.
 
 Legend: C pairs, K in, N out, F rows of y (N, or N / 2 gated), `slots` of 64 k.
@@ -43,7 +43,7 @@ def item_of(item, blocks, total, tiles, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _leave(acc, staging, Y, order, n0, m0, end, F, GATHER: gl.constexpr, NT: gl.constexpr):
+def _store_rows(acc, staging, Y, order, n0, m0, end, F, GATHER: gl.constexpr, NT: gl.constexpr):
     """Store acc [64 of w, NT of x] into y by way of `staging` [128, 64]."""
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     part = staging
@@ -95,17 +95,17 @@ def finish_item(
         n0 = n_tile * 128 + WG * 64
         gate = _with_bias(done[0], BIAS, at + n0, F - n0, HAS_BIAS)
         up = _with_bias(done[1], BIAS, at + F + n0, F - n0, HAS_BIAS)
-        _leave(gated(gate, up, limit, slope, ACT), own, Y, order, n0, m0, end, F, GATHER, NT)
+        _store_rows(gated(gate, up, limit, slope, ACT), own, Y, order, n0, m0, end, F, GATHER, NT)
     else:
         PARTS: gl.constexpr = len(done)
         for i in gl.static_range(PARTS):
             n0 = (n_tile * 2 + WG) * (64 * PARTS) + i * 64
             made = _with_bias(done[i], BIAS, at + n0, F - n0, HAS_BIAS)
-            _leave(made, own, Y, order, n0, m0, end, F, GATHER, NT)
+            _store_rows(made, own, Y, order, n0, m0, end, F, GATHER, NT)
 
 
 @gluon.jit
-def right_of(ring, slot, NT: gl.constexpr):
+def right_operand(ring, slot, NT: gl.constexpr):
     """NT rows of x in a slot, as a right operand."""
     x = ring.index(slot)
     if NT != x.shape[0]:

@@ -32,11 +32,11 @@ from llmpq.kernels.gemm.experts.gluon_expert_item import (
     TAIL,
     finish_item,
     item_of,
-    right_of,
+    right_operand,
     tma_load,
 )
 from llmpq.kernels.gemm.gluon.gluon_e2m1 import e2m1_operand
-from llmpq.kernels.gemm.gluon.gluon_load import ask_ahead, load
+from llmpq.kernels.gemm.gluon.gluon_load import load, prefetch_ahead
 from llmpq.kernels.gemm.gluon.gluon_unpack import operand, splat, zero_constants
 
 FAR = gl.constexpr(4)
@@ -103,9 +103,9 @@ def _ahead(
     """Bring what `_words` will load to the L2."""
     P0, P1, S, Z, height, every, groups = ws
     first, second = _block(e, n_tile, height, WG, FUSE, BROAD)
-    ask_ahead(P0, P1, S, Z, first, every, groups, group, 0, 1, BITS, GROUPED, SYMMETRIC)
+    prefetch_ahead(P0, P1, S, Z, first, every, groups, group, 0, 1, BITS, GROUPED, SYMMETRIC)
     if not BROAD:
-        ask_ahead(P0, P1, S, Z, second, every, groups, group, 0, 1, BITS, GROUPED, SYMMETRIC)
+        prefetch_ahead(P0, P1, S, Z, second, every, groups, group, 0, 1, BITS, GROUPED, SYMMETRIC)
 
 
 @gluon.jit
@@ -197,7 +197,7 @@ def _packed_item(
                 zeros = zero_constants(zero, BITS, DT, SYMMETRIC)
                 w = operand(words, splat(scale), zeros, c // PARTS, BITS, DT, SYMMETRIC)
             a = gl.convert_layout(w, LEFT, assert_trivial=True)
-            made = warpgroup_mma(a, right_of(ring, slot, NT), acc[c % PARTS], is_async=True)
+            made = warpgroup_mma(a, right_operand(ring, slot, NT), acc[c % PARTS], is_async=True)
             warpgroup_mma_wait(1, deps=[before])
             before = a
             acc = acc[: c % PARTS] + (made,) + acc[c % PARTS + 1 :]

@@ -1,7 +1,7 @@
 """Words, scales and zeros from memory to the registers of a warpgroup, for `wgmma_gemm_kernel`.
 
-Registers bridge one k-group of time and the L2 the latency behind it: lines are asked of the L2
-several k-groups before registers load them. Legend as in wgmma_gemm.py. SYMMETRIC "e2m1" are
+Registers bridge one k-group of time and the L2 the latency behind it: lines are prefetched into the
+L2 several k-groups before registers load them. Legend as in wgmma_gemm.py. SYMMETRIC "e2m1" are
 MXFP4's words and exponents (e2m1_operand.py): a thread's scale is two times four bytes. GROUPED:
 scales of a k-group; of more than one, tuples.
 """
@@ -87,7 +87,7 @@ def load(
 
 
 @gluon.jit
-def _ask(pointers):
+def _prefetch(pointers):
     """Bring the lines of addresses to the L2; no instruction waits for them."""
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1];mov.b32 $0, 0;",
@@ -100,7 +100,7 @@ def _ask(pointers):
 
 
 @gluon.jit
-def ask_ahead(
+def prefetch_ahead(
     P0,
     P1,
     S,
@@ -125,15 +125,15 @@ def ask_ahead(
     for bh in gl.static_range(BH):
         inner = gl.minimum((WG * BH + bh) * 4 + thread // 32, blocks - 1 - block) * groups
         at = inner * WORDS + thread % 32 * (WORDS // 32)
-        _ask(P0 + start * WORDS + at)
+        _prefetch(P0 + start * WORDS + at)
         if BITS == 8:
-            _ask(P1 + start * WORDS + at)
+            _prefetch(P1 + start * WORDS + at)
         if SYMMETRIC == "e2m1":
-            _ask(S + start * 16 + inner * 16)
+            _prefetch(S + start * 16 + inner * 16)
         elif GROUPED:
-            _ask(S + (start + inner) * (8 * EACH))
+            _prefetch(S + (start + inner) * (8 * EACH))
             if has_zeros(SYMMETRIC):
-                _ask(Z + (start + inner) * (8 * EACH))
+                _prefetch(Z + (start + inner) * (8 * EACH))
 
 
 @gluon.jit
@@ -158,5 +158,5 @@ def load_first(
     loaded = load(P0, P1, S, Z, block, blocks, groups, first, WG, BH, BITS, GROUPED, SYMMETRIC)
     for i in gl.static_range(1, FAR):
         group = gl.minimum(first + i, gl.maximum(last - 1, 0))
-        ask_ahead(P0, P1, S, Z, block, blocks, groups, group, WG, BH, BITS, GROUPED, SYMMETRIC)
+        prefetch_ahead(P0, P1, S, Z, block, blocks, groups, group, WG, BH, BITS, GROUPED, SYMMETRIC)
     return loaded

@@ -84,7 +84,7 @@ def _eight(kind: str, half: int) -> str:
 
 
 def _three(kind: str, symmetric: bool) -> str:
-    """gemm_assembly's 32 outputs of three words, each pair scaled: scales are the last operands."""
+    """The 32 outputs of three words (unpack_assembly.py), each pair scaled by the last operands."""
     plain = {("f16", True): F3, ("f16", False): F3Z, ("bf16", True): B3, ("bf16", False): B3Z}
     first = 35 if symmetric else 41 if kind == "f16" else 39
     scaled = "".join(_scale(kind, f"p{i}", f"${first + i % 2}") for i in range(16))

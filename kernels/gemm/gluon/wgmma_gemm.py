@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.gemm.gluon.gluon_load import ask_ahead, load, load_first
+from llmpq.kernels.gemm.gluon.gluon_load import load, load_first, prefetch_ahead
 from llmpq.kernels.gemm.gluon.gluon_parts import operand_of
 from llmpq.kernels.gemm.gluon.gluon_shares import add_shares, segment_of, work
 
@@ -298,7 +298,7 @@ def _multiply(
                 SYMMETRIC,
             )
             if FAR > 0:
-                ask_ahead(
+                prefetch_ahead(
                     P0,
                     P1,
                     S,

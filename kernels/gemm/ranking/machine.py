@@ -15,7 +15,7 @@ import torch
 from llmpq.kernels import nvrtc
 
 REACHED = 0.83
-"""Of the memory's rate, by products on an H200."""
+"""Share of the memory's rate on the data sheet that products reach on an H200."""
 
 FLOPS_A_CLOCK = {
     (8, 0): 2048,
@@ -27,8 +27,8 @@ FLOPS_A_CLOCK = {
     (10, 3): 8192,
     (12, 0): 1024,
 }
-"""Of a multiprocessor, 16-bit inputs and float32 sums. 8.6 and 8.9 are those of consumer cards,
-whose tensor cores halve their rate for float32 sums."""
+"""Operations of a multiprocessor's tensor cores in a clock, by capability: 16-bit inputs, float32
+sums. 8.6 and 8.9 are those of consumer cards, whose tensor cores halve their rate for such sums."""
 
 _BANDWIDTH = {8: 0.6e12, 9: 3.3e12, 10: 7e12, 12: 0.9e12}  # where the driver does not say
 
@@ -54,7 +54,7 @@ class Machine:
 
     @property
     def flops_a_clock(self) -> int:
-        """Of a multiprocessor's tensor cores."""
+        """Operations of a multiprocessor's tensor cores in a clock."""
         known = FLOPS_A_CLOCK.get(self.capability)
         return known or FLOPS_A_CLOCK[max(c for c in FLOPS_A_CLOCK if c <= self.capability)]
 

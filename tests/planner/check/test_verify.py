@@ -73,13 +73,13 @@ def _pairs(count: int) -> Iterator[tuple[int, Pair]]:
 
 def test_certificates_of_random_problems_hold() -> None:
     near = whole = 0
-    for seed, (plan, made) in _pairs(1000 if ALL else 36):
+    for seed, (plan, made) in _pairs(1000 if ALL else 20):
         found = verify(plan, made)
         # The value is the best there is: a bound above it would be wrong.
         assert 0 < found.bound <= found.value * (1 + 1e-9), seed
         near += found.bound > 0.9 * found.value
         whole += 1
-    assert whole > 25 and near > whole / 4
+    assert whole > 12 and near > whole / 4
 
 
 def _leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

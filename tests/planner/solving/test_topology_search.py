@@ -106,18 +106,18 @@ def _check(seed: int, p: Problem, best: float, search: TopologySearch) -> bool:
 
 def test_the_best_topology_is_that_of_brute_force() -> None:
     several = fitting = 0
-    for seed in range(1000 if ALL else 16):
+    for seed in range(1000 if ALL else 10):
         p = _problem(seed)
         best = _Oracle(p).best()
         fitting += math.isfinite(best)
         several += _check(seed, p, best, TopologySearch(p, OPTIONS, gap=0.0))
-    assert several > 2 and fitting > 8
+    assert several > 1 and fitting > 5
 
 
 def test_no_engine_is_quicker_than_its_floor() -> None:
     """Whatever rows an engine has; of one device the floor is what it takes, but for memory."""
     near = known = 0
-    for seed in range(400 if ALL else 6):
+    for seed in range(400 if ALL else 4):
         p = _problem(seed, batch=4)
         budget = float(p.omega.min(axis=1).sum()) * 1.3 + 1e-6 if seed % 3 == 0 else None
         oracle, vectors = _Oracle(p, budget), CountVectors(p)
@@ -155,7 +155,7 @@ def test_it_is_never_worse_than_simple_topologies() -> None:
 
 
 def test_so_many_engines_are_the_best_of_so_many() -> None:
-    for seed in range(300, 306):
+    for seed in range(300, 304):
         p = _problem(seed)
         oracle = _Oracle(p)
         for engines in (1, 2, 3):
@@ -186,7 +186,7 @@ def test_so_many_engines_are_dealt_by_speed_from_the_first_round_on(
 
 def test_every_engine_keeps_the_budget() -> None:
     several = 0
-    for seed in range(400, 500 if ALL else 405):
+    for seed in range(400, 500 if ALL else 403):
         p = _problem(seed).with_changes(theta=0.0)
         rng = random.Random(seed)
         budget = rng.uniform(0, float(p.omega.max(axis=1).sum()))
@@ -202,7 +202,7 @@ def test_every_engine_keeps_the_budget() -> None:
 
 
 def test_engines_have_disjoint_devices_that_hold_their_plans() -> None:
-    for seed in range(500, 510):
+    for seed in range(500, 506):
         p = _problem(seed)
         found = best_topology(p, OPTIONS, KnownPipeline(), gap=0.0)
         names = [name for engine in found.engines for name in engine.places]
@@ -216,7 +216,7 @@ def test_engines_have_disjoint_devices_that_hold_their_plans() -> None:
 
 
 def test_a_search_that_is_stopped_gives_what_it_has_and_a_true_bound() -> None:
-    for seed in range(600, 606):
+    for seed in range(600, 604):
         p = _problem(seed)
         best = _Oracle(p).best()
         hurried = SolveOptions(gap=1e-9, time_limit_s=0.0)
