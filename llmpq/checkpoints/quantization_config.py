@@ -57,6 +57,8 @@ OWN_FORM = "llmpq"
 """`format` of a model with Atom's layers, which has no `quant_method`."""
 BESIDE = "hf_quant_config.json"
 """Where ModelOpt says how a model is quantised, if config.json does not."""
+OLDER = ("quantize_config.json", "quant_config.json", "quantization_config.json")
+"""Where GPTQ's, AWQ's and AutoRound's tools do; the first two without a `quant_method`."""
 CHANGES = {
     "transform_config": "rotations of activations while it runs",
     "rotation": "rotations of activations while it runs",
@@ -83,16 +85,12 @@ def quantization_of(model: str | Path | Mapping[str, Any]) -> dict[str, Any] | N
     other forms of AutoRound and ModelOpt.
     """
     if isinstance(model, Mapping):
-        config, beside, directory = model, None, "config.json"
+        config, folder, directory = model, None, "config.json"
     else:
-        config, beside, directory = read_config(model), Path(model) / BESIDE, str(model)
+        config, folder, directory = read_config(model), Path(model), str(model)
     described = _stated(config)
-    if described is None and beside is not None and beside.is_file():
-        stated = read_json(beside)
-        inner = stated.get("quantization") if isinstance(stated, dict) else None
-        if not isinstance(inner, dict):
-            raise ValueError(f"'{beside}' has no 'quantization'; download it again")
-        described = {"quant_method": "modelopt", **inner}
+    if described is None and folder is not None:
+        described = _beside(folder)
     if described is None:
         return None
     method = described.get("quant_method")
@@ -115,6 +113,27 @@ def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     inner = section(config, "text_config") or {}
     stated = (section(c, key) for c in (config, inner) for key in KEYS)
     return next((found for found in stated if found), None)
+
+
+def _beside(folder: Path) -> Mapping[str, Any] | None:
+    """Return what a file beside config.json says of quantisation."""
+    own = folder / BESIDE
+    if own.is_file():
+        stated = read_json(own)
+        inner = stated.get("quantization") if isinstance(stated, dict) else None
+        if not isinstance(inner, dict):
+            raise ValueError(f"'{own}' has no 'quantization'; download it again")
+        return {"quant_method": "modelopt", **inner}
+    path = next((folder / name for name in OLDER if (folder / name).is_file()), None)
+    if path is None:
+        return None
+    stated = read_json(path)
+    if not isinstance(stated, dict):
+        raise ValueError(f"'{path}' is no object; download it again")
+    if "w_bit" in stated:
+        words = {"bits": stated["w_bit"], "group_size": stated.get("q_group_size")}
+        return {"quant_method": "awq", **words, **stated}
+    return {"quant_method": "gptq", **stated} if "bits" in stated else stated
 
 
 def _of_auto_round(described: Mapping[str, Any], directory: object) -> dict[str, Any]:

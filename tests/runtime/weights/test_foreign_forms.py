@@ -90,6 +90,33 @@ def test_zero_points_are_those_of_the_form(dense: Path, tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize(
+    ("name", "form", "described"),
+    [
+        ("quantize_config.json", "v1", {"bits": 4, "group_size": 64, "desc_act": False}),
+        ("quantize_config.json", "awq", {"w_bit": 4, "q_group_size": 64, "zero_point": True}),
+        ("quant_config.json", "awq", {"w_bit": 4, "q_group_size": 64, "version": "GEMM"}),
+        (
+            "quantization_config.json",
+            "v1",
+            {**ROUND, "packing_format": "auto_round:auto_gptq"},
+        ),
+    ],
+)
+def test_older_tools_say_it_in_a_file_of_their_own(
+    dense: Path, tmp_path: Path, name: str, form: str, described: dict[str, Any]
+) -> None:
+    """AutoGPTQ's and AutoAWQ's first models: their config.json says nothing of it."""
+    path = directory_of(dense, tmp_path / "form", form, {})
+    (path / name).write_text(json.dumps(described))
+    want = logits(directory_of(dense, tmp_path / "numbers", "numbers", {}))
+    assert relative(logits(path), want) < 1e-5
+    assert stored_layers(path, ModelSpec.from_directory(path)) is not None
+    (path / name).write_text("[]")
+    with pytest.raises(ValueError, match="is no object"):
+        open_checkpoint(path, ModelSpec.from_directory(path))
+
+
+@pytest.mark.parametrize(
     ("described", "message"),
     [
         ({**GPTQ, "format": "marlin"}, "GPTQ's format='marlin' is not supported"),
