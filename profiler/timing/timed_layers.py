@@ -85,9 +85,10 @@ class TimedModel:
         self.spec = spec
         self._layers_bytes = layers_bytes
         kinds = kinds_of(spec)
-        given = {"share": share, "layers_bytes": layers_bytes // len(kinds)}
+        each = layers_bytes // len(kinds)
+        settings = device, quantization, sampling
         self._kinds = [
-            (TimedModel(one, device, quantization, sampling, **given), number / spec.num_layers)
+            (TimedModel(one, *settings, share=share, layers_bytes=each), number / spec.num_layers)
             for one, number in (kinds.items() if len(kinds) > 1 else ())
         ]
         """Of a model whose layers differ: each kind, and its share of the layers."""

@@ -392,7 +392,18 @@ class CudaStageRunner(StageRunner):
         self.compiled_s = time.perf_counter() - began_s
         for step in captured if capture else ():
             self.run(*self._zeros(*step))
+        if capture and isinstance(self.mtp, CudaMtpDrafts):
+            for counts in self._head_steps(self.mtp, rows, gamma):
+                self.mtp.further(self._zeros(StepKind.DECODE, counts, ())[0])
         self._times.forget()
+
+    def _head_steps(self, head: CudaMtpDrafts, rows: int, gamma: int) -> Iterator[list[int]]:
+        """Yield the new tokens of rows of the steps that the model's own head takes often."""
+        each = max(1, gamma) + 1
+        for places in rungs(rows * each):
+            yield self._shared_out(places, rows, each)
+        for count in head.single.sizes(rows):
+            yield [1] * count
 
     def _captured_steps(
         self, rows: int, step_tokens: int, gamma: int
@@ -411,9 +422,13 @@ class CudaStageRunner(StageRunner):
                 yield StepKind.ROUND, [gamma + 1] * count, drafts
         elif gamma and self.model.is_last:
             for places in rungs(max(step_tokens, rows * (gamma + 1))):
-                counts = [gamma + 1] * max(1, min(rows, places // (gamma + 1)))
-                counts[0] = min(longest, places - sum(counts[1:]))
-                yield StepKind.MIXED, counts, drafts
+                yield StepKind.MIXED, self._shared_out(places, rows, gamma + 1), drafts
+
+    def _shared_out(self, places: int, rows: int, each: int) -> list[int]:
+        """Return the tokens of rows of a step of so many places: `each`, and the rest."""
+        counts = [each] * max(1, min(rows, places // each))
+        counts[0] = min(self._columns * BLOCK_TOKENS, places - sum(counts[1:]))
+        return counts
 
     def _long_steps(self, step_tokens: int) -> Iterator[tuple[StepKind, list[int], Sequence[int]]]:
         """Yield prompts' steps that are not captured: the longest, half of it and so on."""

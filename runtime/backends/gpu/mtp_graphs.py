@@ -69,13 +69,19 @@ class CudaMtpDrafts(MtpDrafts):
             graphs.share(others)
 
     def further(self, message: StepMessage) -> Tensor:
-        """Return a further token of each row, of hidden states of zeros; to be timed."""
+        """Return what follows hidden states of zeros; to be timed, or captured ahead."""
         self.kv.take_rows(message.paged, message.starts)
-        width = self.head.hidden_norm.weight.numel()
-        zeros_1Bh = self.head.hidden_norm.weight.new_zeros(1, message.num_rows, width)
-        out_BQh = self.single.run(message, zeros_1Bh).hidden_BQh
+        norm, tokens = self.head.hidden_norm.weight, sum(message.num_new)
+        out_BQh = (
+            self._graphs_of(message.num_new)
+            .run(message, norm.new_zeros(1, tokens, norm.numel()))
+            .hidden_BQh
+        )
         assert out_BQh is not None
         return likeliest(self.head.logits(self.head.goes_on(out_BQh[0, : message.num_rows])))
+
+    def _graphs_of(self, counts: Sequence[int]) -> MtpGraphs:
+        return self.single if max(counts) == 1 else self._several
 
     def _run(
         self,
@@ -96,7 +102,6 @@ class CudaMtpDrafts(MtpDrafts):
             tokens=[tokens[end - count : end] for end, count in zip(ends, counts, strict=True)],
             paged=[PagedRow(slot=slot) for slot in slots],
         )
-        graphs = self.single if max(counts) == 1 else self._several
-        out_BQh = graphs.run(message, hidden_Th[None]).hidden_BQh
+        out_BQh = self._graphs_of(counts).run(message, hidden_Th[None]).hidden_BQh
         assert out_BQh is not None
         return out_BQh[0, : len(tokens)]

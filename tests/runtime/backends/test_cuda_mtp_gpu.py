@@ -90,6 +90,8 @@ def test_drafts_of_the_head_change_no_token(
     kept: dict[bool, list[float | None]] = {}
     for graphs in (True, False):
         stages = opened(model, make_plan, splits, speculate="mtp", graphs=graphs)
+        for compute in stages.computes:
+            compute.warm_up(POOL.slots, 64, gamma=3)
         for step_tokens, gamma, make in (
             (1, 1, Scheduler),
             (33, 7, Scheduler),

@@ -118,5 +118,7 @@ def test_drafts_of_the_head_change_no_token(
         head = build_head(plan, index, source, compute, CPU)
         compute.enable_speculation("mtp", POOL, layers=layers, head=head)
         stages.computes.append(compute)
+    with torch.inference_mode():
+        stages.computes[-1].warm_up(2, 7, gamma=3)
     assert isinstance(stages.computes[-1].mtp, CudaMtpDrafts)
     assert run(stages) == wanted
