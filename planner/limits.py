@@ -13,7 +13,7 @@ from llmpq.workload import Workload
 MAX_BATCH = 10_000
 """Requests of a job: a search prices two pairs of micro-batch sizes for each, at 1 ms a pair."""
 IN_FLIGHT = "; it counts the requests in flight, and a plan runs any number of them"
-MAX_TOKENS = 1_000_000
+MAX_TOKENS = 1 << 20
 """Tokens of a prompt, or to generate: a decode time is a mean over as many steps."""
 MAX_DEVICES = 1_000
 """Devices of one name."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmpq.capabilities import execution_modes, lacks
 from llmpq.cluster import Cluster, Device, DeviceGroup
 from llmpq.devices.device_spec import known_kind
 from llmpq.errors import DoesNotFitError
@@ -98,6 +99,17 @@ class StageRoom:
     device: Device
     """The device that is closest to holding what is missing."""
     missing_bytes: int
+
+
+def runs_packed_kv(p: Problem) -> bool:
+    """Whether the job's devices run its model with a KV cache of fewer than 16 bits."""
+    modes = execution_modes(
+        gpu=any(not d.spec.is_cpu and d.spec.export_only is None for d in p.cluster.devices),
+        kv=KVPrecision.KV8,
+        drafts=False,
+        dtype=p.workload.dtype,
+    )
+    return not any(lacks(p.spec, m, max_len=p.workload.max_len) for m in modes if m != "gpu")
 
 
 def too_big(p: Problem) -> bool:
@@ -293,6 +305,7 @@ class _Ways:
         self.names_context = names_context
         self.kv = min(kvs, key=lambda kv: kv.bits)
         """The fewest bits allowed."""
+        self.packs_kv = runs_packed_kv(p)
         job = p.with_job(kv=self.kv)
         # Links of many devices are a table of all pairs, which few changes of theirs would share.
         self.job = job if len(p.cluster.devices) > MANY_DEVICES else job.prepared()
@@ -318,7 +331,7 @@ class _Ways:
         return sorted(below, key=lambda c: -c.weight_bits)
 
     def _fewer_kv(self) -> list[KVPrecision]:
-        below = [kv for kv in KVPrecision if kv.bits < self.kv.bits]
+        below = [kv for kv in KVPrecision if kv.bits < self.kv.bits] if self.packs_kv else []
         return sorted(below, key=lambda kv: -kv.bits)
 
     def _bits(self) -> str:

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmpq.capabilities import lacks
 from llmpq.cluster import Device
 from llmpq.errors import DoesNotFitError
+from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.cli.own_dtype import instead_of_float32
 from llmpq.planner.cli.report import mtp_notes
@@ -32,6 +32,7 @@ from llmpq.planner.refusal import (
     counted_plan,
     refusal_of,
     repriced,
+    runs_packed_kv,
     too_big_in_any_chunks,
 )
 from llmpq.planner.solving.methods import SolveOptions
@@ -124,6 +125,8 @@ class FitReport:
     kv_bytes_per_token: int
     """All devices together, at the bits shown or, where nothing fits, at those nearest to it."""
     state_bytes_per_request: int
+    window_bytes_per_request: int
+    """Of a long request: what layers with a window keep, whatever its length."""
     devices: tuple[DeviceFit, ...]
     forms: tuple[BitsFit, ...]
     estimated: bool
@@ -232,7 +235,7 @@ def _rows(p: Problem, kvs: Sequence[KVPrecision], *, listed: bool) -> Iterator[_
     Those allowed and, `listed`, a KV cache of fewer bits, not below the weights'; 3 bits where
     they may be chosen.
     """
-    packed = () if lacks(p.spec, "packed_kv", max_len=p.workload.max_len) else LISTED_KV
+    packed = LISTED_KV if runs_packed_kv(p) else ()
     more = [kv for kv in packed if kv not in kvs] if listed else []
     all_kvs = sorted({*kvs, *more}, key=lambda kv: -kv.bits)
     choices: list[tuple[Precision, ...]]
@@ -342,6 +345,7 @@ def _report(
         form=form,
         kv_bytes_per_token=token_bytes(shown, layers),
         state_bytes_per_request=_state_bytes(shown, layers),
+        window_bytes_per_request=_window_bytes(shown, layers),
         devices=devices,
         forms=forms,
         estimated=plan is None or plan.predicted is None or plan.predicted.estimated,
@@ -351,7 +355,7 @@ def _report(
         short_device=None if refusal is None else refusal.device,
         short_bytes=0 if refusal is None else refusal.missing_bytes,
         remedies=() if refusal is None else refusal.ways,
-        notes=tuple(_notes(p, notes)),
+        notes=tuple([*_notes(p, notes), *_packed_notes(p.spec, forms)]),
     )
 
 
@@ -360,6 +364,26 @@ def _notes(p: Problem, notes: Sequence[str]) -> Iterator[str]:
     yield from (note for note in notes if note != GENERIC_NOTE)
     if p.workload.dtype == "float32" and any(not d.spec.is_cpu for d in p.cluster.devices):
         yield "float32, as the model's config states or leaves open; --dtype bfloat16 takes half"
+
+
+def _packed_notes(spec: ModelSpec, forms: Sequence[BitsFit]) -> Iterator[str]:
+    """Yield a note where a KV cache of fewer bits leaves shorter contexts than one of 16."""
+    full = {form.weights: form.loads for form in forms if form.kv == KVPrecision.KV16.value}
+    less = [
+        form.kv.removeprefix("kv")
+        for form in forms
+        for own, of_16 in zip(form.loads, full.get(form.weights, ()), strict=False)
+        if own.longest_context < of_16.longest_context
+    ]
+    if not less:
+        return
+    why = ""
+    if spec.widest_window:
+        why = ": layers with a window keep all tokens in it, in 16 bits the newest alone"
+    elif spec.latent is not None:
+        why = ": it holds latents twice, as keys and as values"
+    bits = " or ".join(dict.fromkeys(less))
+    yield f"contexts are shorter with a KV cache of {bits} bits than of 16{why}"
 
 
 def work_kv(plan: Plan) -> str:
@@ -430,6 +454,17 @@ def token_bytes(p: Problem, layers: Sequence[int]) -> int:
         for job in (long, longer)
     ]
     return (counted[1] - counted[0]) // (work.batch * BLOCK_TOKENS)
+
+
+def _window_bytes(p: Problem, layers: Sequence[int]) -> int:
+    """Return what a long request takes in layers with a window; 0 where they keep all tokens."""
+    if p.workload.kv is not KVPrecision.KV16 or not p.spec.widest_window:
+        return 0
+    tokens = BLOCK_TOKENS * -(-p.spec.max_positions // BLOCK_TOKENS)
+    one = p.workload.model_copy(update={"batch": 1, "prompt_len": 1, "gen_len": tokens})
+    held = planned_kv_bytes(p.spec, one, layers, chunk=p.chunk, prefill_microbatch=1)
+    grown = tokens * token_bytes(p, layers)
+    return max(0, held - grown - _state_bytes(p, layers))
 
 
 def _state_bytes(p: Problem, layers: Sequence[int]) -> int:

@@ -56,7 +56,11 @@ def print_fits(console: Console, report: FitReport) -> None:
     say(console, report.said)
     state = format_size(report.state_bytes_per_request)
     each = f"KV cache {format_size(report.kv_bytes_per_token)} a token ({report.dtype})"
-    say(console, f"{each}, recurrent state {state} a request" if _has_state(report) else each)
+    each += f", recurrent state {state} a request" if _has_state(report) else ""
+    if report.window_bytes_per_request:
+        window = format_size(report.window_bytes_per_request)
+        each += f", layers with a window {window} a request at most"
+    say(console, each)
     console.print(forms_table(report))
     source = GUESSES.get(report.indicator, "measured")
     unit = "1: all layers at 4 bits" if report.indicator == "generic" else "indicator's unit"

@@ -253,7 +253,8 @@ def _with_prompt_of_context(request: PlanRequest) -> PlanRequest:
     """Return the request with the prompt that `--context` and `--gen-len` leave."""
     if request.context is None:
         return request
-    limits.whole("--context", request.context, 2 * limits.MAX_TOKENS)
+    most = limits.MAX_TOKENS + min(max(request.gen_len, 0), limits.MAX_TOKENS)
+    limits.whole("--context", request.context, most)
     if request.context <= request.gen_len:
         raise ValueError(
             f"--context {request.context} has no room for a prompt before the {request.gen_len} "

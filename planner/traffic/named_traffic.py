@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass
 
+from llmpq.commands.command_line import token_count
 from llmpq.planner.problem.requests import TrafficFlags
 from llmpq.service_measures import ServiceLimits
 from llmpq.traffic import Arrival, at_rate, poisson_traffic, rate_of, read_traffic
@@ -78,10 +80,13 @@ def _drawn(flags: TrafficFlags, count: int) -> tuple[Arrival, ...]:
 
 
 def _lengths(name: str, text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{name} must be numbers of tokens, such as 1020,2735,4142, got '{text}'")
-    return [int(part) for part in parts]
+    try:
+        lengths = [token_count(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"{name} must be numbers of tokens, such as 1020,2735,4k, got '{text}'")
+    return lengths
 
 
 def _rate(text: str | None) -> float | None:

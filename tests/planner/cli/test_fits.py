@@ -175,6 +175,47 @@ def test_a_hybrid_has_16_layers_of_keys_and_a_state_that_does_not_grow(
     assert kept >= 1 and rest == 0, "a state for the request, and those of prefixes"
 
 
+def test_only_caches_that_the_devices_run_are_listed_or_named(fits: Any) -> None:
+    """Gemma 4's wide heads have packed caches on CPUs alone; a Mac's plan is exported."""
+    kinds = {"4090": {"kv16"}, "4090,cpu=64GB+60GB/s+8threads": {"kv16"}}
+    kinds |= {"cpu=64GB+60GB/s+8threads": {"kv16", "kv8", "kv4"}, "m4-max=64GB": {"kv16", "kv8"}}
+    for devices, kvs in kinds.items():
+        _, report, _ = fits(f"--devices {devices} --model gemma-4-31b --bits 8,4")
+        assert {row["kv"] for row in report["forms"]} >= kvs
+        assert kvs != {"kv16"} or {row["kv"] for row in report["forms"]} == kvs
+    job = "--model gemma-4-31b --devices 4090 --context 131072"
+    code, report, _ = fits(job)
+    assert code == 5 and not any("--kv" in way for way in report["remedies"])
+    assert "(--kv" not in fits(f"{job} --batch 8")[2]
+
+
+def test_a_cache_of_fewer_bits_that_holds_fewer_tokens_is_explained(fits: Any) -> None:
+    _, windows, _ = fits("--devices 4090 --model gpt-oss-20b --batch 8 --context 16k")
+    assert any("layers with a window keep all tokens" in note for note in windows["notes"])
+    _, latents, _ = fits("--devices 3090 --model glm-4.7-flash")
+    assert any("latents twice" in note for note in latents["notes"])
+    _, plain, _ = fits("--devices 3090 --model qwen3-8b")
+    assert not any("contexts are shorter" in note for note in plain["notes"])
+
+
+@pytest.mark.parametrize(
+    ("model", "layer_bytes", "layers"),
+    [("gemma-4-31b", 16 * 256 * 2 * 2, 50), ("gpt-oss-20b", 8 * 64 * 2 * 2, 12)],
+)
+def test_what_layers_with_a_window_take_is_stated(
+    fits: Any, model: str, layer_bytes: int, layers: int
+) -> None:
+    """The window and a chunk of tokens, in whole blocks, in each of those layers."""
+    _, report, _ = fits(f"--devices a100-80gb --model {model} --context 32k --bits 4")
+    (own,) = used(report).values()
+    stated = report["window_bytes_per_request"]
+    assert own["kv_bytes"] == 32768 * report["kv_bytes_per_token"] + stated
+    tokens, rest = divmod(stated, layers * layer_bytes)
+    assert rest == 0 and tokens % 128 == 0 and tokens >= 128
+    _, none, _ = fits("--devices a100-80gb --model qwen3-8b")
+    assert none["window_bytes_per_request"] == 0
+
+
 def test_codes_that_are_kept_lose_nothing_more(fits: Any) -> None:
     """gpt-oss' experts stay as they are published; its attention is rounded."""
     _, found, _ = fits("--model gpt-oss-20b --devices 4080")

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 HUGE = "9" * 20
 SMALL = ["--device-names", "T4", "V100", "--device-numbers", "1", "1", "--model", "opt-1.3b"]
 JOB = ["--global-bz", "4", "--s", "64", "--n", "8"]
-TOKENS = "must be between 1 and 1,000,000, got"
+TOKENS = "must be between 1 and 1,048,576, got"
 THETA = "must be between 0 and 1e+15 seconds per unit of omega, got"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.make import make_plan
-from llmpq.planner.traffic.named_traffic import NamedTraffic
+from llmpq.planner.problem.requests import TrafficFlags
+from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.rates import highest_rate, kept_apart
 from llmpq.planner.traffic.simulated import EngineModel, simulate
 from llmpq.planner.traffic.steady_state import MeanLengths, best_state, steady_state
@@ -93,6 +95,15 @@ def test_a_limit_that_only_a_request_alone_keeps_is_planned_for(tmp_path: Path) 
     path = tmp_path / "plan.json"
     assert main(["--model", "opt-1.3b", *flags, *limits, "-o", str(path)]) == 0
     assert main(["check", str(path)]) == 0
+
+
+def test_lengths_of_traffic_have_the_units_of_other_lengths() -> None:
+    flags = TrafficFlags(prompt="1k, 1.5k,300", gen="1k", rate="1", requests=60)
+    traffic = named_traffic(flags)
+    assert {*traffic.prompt_tokens} == {1024, 1536, 300} and {*traffic.output_tokens} == {1024}
+    for wrong in ("1k,0", "", ",", "4kb", "-5", "1.5"):
+        with pytest.raises(ValueError, match="--prompt must be numbers of tokens, such as"):
+            named_traffic(replace(flags, prompt=wrong))
 
 
 TRAFFIC = ["--prompt", "64,256", "--gen", "16,48", "--requests", "30"]
