@@ -242,6 +242,7 @@ def _from_table(bound: Completion, c: int, reach: Floats, late: Callable[[], boo
     columns, p, found = bound.columns, bound.p, []
     assert columns is not None
     ends, capacity = ends_costs(bound.form, bound.weights), bound.form.numbers.capacity
+    layers = p.num_layers
     for m in range(1, columns.most + 1):
         starts = np.arange(len(columns.least[m]))
         wanted = starts[reach[starts, starts + m] > -np.inf]
@@ -250,16 +251,24 @@ def _from_table(bound: Completion, c: int, reach: Floats, late: Callable[[], boo
         if late():
             raise ColumnLimitReached
         base = column_costs(bound.form, bound.weights, bound.box, columns.counts[m], c)
-        for a in wanted:
-            first, last = int(a == 0), int(a + m == p.num_layers)
-            omega = columns.least[m][a]
+        # Starts in the middle of the model have the same ends and room: all at once.
+        inner = (wanted > 0) & (wanted + m < layers)
+        for some in (wanted[:1][~inner[:1]], wanted[inner], wanted[1:][~inner[1:]]):
+            if not len(some):
+                continue
+            first, last = int(some[0] == 0), int(some[0] + m == layers)
+            omega = columns.least[m][some[:1] if columns.alike[m] else some]
             cost = priced(omega, p.theta) + base + first * ends[c, 0] + last * ends[c, 1]
-            fits = columns.fitting(m, capacity[c, first, last])
-            keep = np.flatnonzero(fits & (cost <= reach[a, a + m]) & np.isfinite(omega))
-            if len(keep):
-                start = np.full(len(keep), a)
-                counts = columns.counts[m][keep]
-                found.append(_Made(c=c, m=m, counts=counts, start=start, omega=omega[keep]))
+            most = reach[some, some + m, None]
+            able = columns.fitting(m, capacity[c, first, last])
+            able &= (cost <= most.max()).any(axis=0)
+            each = np.flatnonzero(able)
+            omega = omega[:, each]
+            rows, which = np.nonzero((cost[:, each] <= most) & np.isfinite(omega))
+            if len(rows):
+                counts = columns.counts[m][each[which]]
+                kept = np.broadcast_to(omega, (len(some), len(each)))[rows, which]
+                found.append(_Made(c=c, m=m, counts=counts, start=some[rows], omega=kept))
     return found
 
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 
 from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.exact.search import solve_exact
+from llmpq.planner.front.least_omega import least_omega
 from llmpq.planner.front.quality import solve_budget
-from llmpq.planner.problem.outcome import OPTIMAL_GAP, Infeasible, Outcome, WarmStart
+from llmpq.planner.problem.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, WarmStart
 from llmpq.planner.problem.problem import Problem
 
 SAME = 1e-6
@@ -94,7 +95,7 @@ class FrontSearch:
         finest = max(float(self.p.omega.max()), 1e-9)
         fast = self._supported(1e-9 / finest, END_SHARE)
         try:
-            fine = self._most_precise(self._supported(1e6 / finest, END_SHARE))
+            fine = self._most_precise(1e6 / finest)
         except Infeasible:  # out of time
             fine, self.slack = fast, math.inf
         self.points = [fast]
@@ -227,32 +228,41 @@ class FrontSearch:
             time_s=timed.value, omega=omega, theta=theta, supported=True, outcome=timed
         )
 
-    def _most_precise(self, fine: FrontPoint) -> FrontPoint:
+    def _most_precise(self, theta: float) -> FrontPoint:
         """Return the fastest of the most precise plans: no plan has a smaller sum of omega.
 
-        Where omega is worth so much that a share SAME of it outweighs every plan's time, the best
-        plan's bound proves it.
+        Where the smallest sum is not known at once, it is that of the best plan at a theta so high
+        that a share SAME of omega outweighs every plan's time: that plan's bound proves it.
         """
-        least = float(self.p.omega.min(axis=1).sum())
-        known, longest = fine.outcome.assignment, _longest_s(self.p)
-        if fine.omega > least * (1 + SAME):
-            theta = 4 * longest / (SAME * fine.omega)
-            priced = self.p.with_changes(theta=theta)
-            best = solve_exact(priced, time_limit_s=self._seconds(END_SHARE), gap=SAME / 4)
-            known, omega = best.assignment, sum_omega(self.p, best.assignment)
-            if best.bound is None or best.bound - theta * omega * (1 - SAME) < longest:
-                self.slack = math.inf  # a more precise plan is neither known nor excluded
+        known = least_omega(self.p).plan
+        if known is None:
+            known = self._priced_highest(self._supported(theta, END_SHARE))
         outcome = solve_budget(
             self.p,
             sum_omega(self.p, known) * (1 + SAME),
-            time_limit_s=self._seconds(),
+            time_limit_s=self._seconds(END_SHARE),
             gap=GAP,
-            theta=fine.theta,
+            theta=theta,
             warm=WarmStart(known=known),
         )
         omega = sum_omega(self.p, outcome.assignment)
         outcome = replace(outcome, note="the smallest sum of omega there is")
-        return replace(fine, time_s=outcome.value, omega=omega, outcome=outcome)
+        return FrontPoint(
+            time_s=outcome.value, omega=omega, theta=theta, supported=True, outcome=outcome
+        )
+
+    def _priced_highest(self, fine: FrontPoint) -> Assignment:
+        """Return the most precise plan that is found, beginning with one that nearly is."""
+        least, longest = float(self.p.omega.min(axis=1).sum()), _longest_s(self.p)
+        if fine.omega <= least * (1 + SAME):
+            return fine.outcome.assignment
+        theta = 4 * longest / (SAME * fine.omega)
+        priced = self.p.with_changes(theta=theta)
+        best = solve_exact(priced, time_limit_s=self._seconds(END_SHARE), gap=SAME / 4)
+        omega = sum_omega(self.p, best.assignment)
+        if best.bound is None or best.bound - theta * omega * (1 - SAME) < longest:
+            self.slack = math.inf  # a more precise plan is neither known nor excluded
+        return best.assignment
 
     def _seconds(self, share: float = POINT_SHARE) -> float:
         return max(SHORTEST_S, share * (self.deadline - time.perf_counter()))
@@ -261,7 +271,7 @@ class FrontSearch:
 def pareto_front(p: Problem, *, points: int = 25, time_limit_s: float = 60.0) -> Front:
     """Return the front, at most `points` of it."""
     deadline = time.perf_counter() + time_limit_s
-    return FrontSearch(p=p, most=points, deadline=deadline).run()
+    return FrontSearch(p=p.sharing_tables(), most=points, deadline=deadline).run()
 
 
 def _longest_s(p: Problem) -> float:

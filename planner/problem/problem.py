@@ -370,6 +370,12 @@ class Problem:
         answer = max(1, min(self.workload.gen_len, tokens - 1))
         return self.with_job(prompt_len=max(1, tokens - answer), gen_len=answer)
 
+    def sharing_tables(self) -> Problem:
+        """Return it such that what is computed at another theta is not computed again at this."""
+        for name in ("_sizes", "_numbers", "_capacities", "of_any_theta"):
+            getattr(self, name)
+        return self
+
     @cached_property
     def parts_of_members(self) -> dict[tuple[tuple[int, ...], int], float]:
         """By shares and number, what a device of a group has of a layer's bytes at most."""
@@ -377,6 +383,11 @@ class Problem:
 
     @cached_property
     def _sizes(self) -> dict[tuple[Phase, int], SizeNumbers]:
+        return {}
+
+    @cached_property
+    def of_any_theta(self) -> dict[type, Any]:
+        """What searches keep for the problem at other thetas, by its class."""
         return {}
 
     @cached_property

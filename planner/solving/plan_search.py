@@ -191,7 +191,9 @@ def _preferred(problem: Problem, options: SolveOptions) -> Solved:
         share = SOLVE_SHARE * (deadline_s - time.perf_counter())
         limit = share if math.isfinite(share) else options.time_limit_s
         found = best_plan(
-            problem.with_changes(theta=theta), replace(options, time_limit_s=max(0.0, limit))
+            problem.with_changes(theta=theta),
+            replace(options, time_limit_s=max(0.0, limit)),
+            variants=[one.with_changes(theta=theta) for one in variants],
         )
         omega = sum_omega(found.problem, found.outcome.assignment)
         return Scored(
@@ -202,7 +204,7 @@ def _preferred(problem: Problem, options: SolveOptions) -> Solved:
             bound=found.outcome.bound,
         )
 
-    variants = variants_with_room(problem, options)
+    variants = [one.sharing_tables() for one in variants_with_room(problem, options)]
     if not variants:
         raise nothing_fits(problem, options)
     guess, corner = look_around(variants, price)
@@ -223,14 +225,17 @@ def best_plan(
     *,
     other_bound: float = math.inf,
     ceiling: float = math.inf,
+    variants: Sequence[Problem] | None = None,
 ) -> Solved:
     """Return the best plan over the KV precisions allowed and over prefill chunk sizes.
 
-    The bound is the smallest of all of them, and of `other_bound`: that of plans of the same job
-    that this problem does not have. `Unfinished` with its bound where no plan is below `ceiling`.
+    `variants`: the job at each of them, where the caller has made them. The bound is the smallest
+    of all of them, and of `other_bound`: that of plans of the same job that this problem does not
+    have. `Unfinished` with its bound where no plan is below `ceiling`.
     """
     start_s, limit = time.perf_counter(), options.time_limit_s
-    sweep = KvPrecisionSweep(variants_with_room(problem, options), options, ceiling=ceiling)
+    variants = variants_with_room(problem, options) if variants is None else variants
+    sweep = KvPrecisionSweep(variants, options, ceiling=ceiling)
     sweep.solve_all()
     if sweep.best is None and sweep.unfinished is not None and sweep.bounds:
         raise Unfinished(str(sweep.unfinished), bound=min(*sweep.bounds.values(), other_bound))

@@ -67,11 +67,22 @@ class Columns:
         sizes = [len(counts) for counts in self.counts[1:]]
         return np.repeat(np.arange(1, self.most + 1), sizes)
 
+    @cached_property
+    def alike(self) -> tuple[bool, ...]:
+        """[m] -> whether the least omegas are the same from every start."""
+        return tuple(bool((omega == omega[:1]).all()) for omega in self.least)
+
     def priced_omega(self, theta: float) -> tuple[Floats, ...]:
-        """[m] -> [L - m + 1, K] theta times the least omegas, kept for the theta asked of last."""
+        """[m] -> [L - m + 1, K] theta times the least omegas, kept for the theta asked of last.
+
+        One row of lengths at which all starts are alike.
+        """
         if theta not in self._priced:
             self._priced.clear()
-            self._priced[theta] = tuple(priced(omega, theta) for omega in self.least)
+            once = zip(self.least, self.alike, strict=True)
+            self._priced[theta] = tuple(
+                priced(omega[:1] if alike else omega, theta) for omega, alike in once
+            )
         return self._priced[theta]
 
     @property
@@ -267,8 +278,10 @@ class KeptPairs:
     @classmethod
     def of(cls, p: Problem) -> KeptPairs | None:
         """Return the table of a problem, None where it would be too large."""
-        columns = columns_if_few(p)
-        return None if columns is None else cls(columns)
+        if cls not in p.of_any_theta:
+            columns = columns_if_few(p)
+            p.of_any_theta[cls] = None if columns is None else cls(columns)
+        return p.of_any_theta[cls]
 
     def at(self, numbers: PairNumbers) -> PairColumns:
         """Return the columns at the pair that has these numbers."""
@@ -442,16 +455,23 @@ def stages_by_table(p: Problem, form: Form, weights: Weights, box: Box, kept: Ke
     prices = np.array([priced_times(form, weights, c) for c in range(len(p.classes))])
     base = pair.priced(prices, inside & (pair.middle | pair.first | pair.last))
     middle = np.where(pair.middle, base, np.inf)
-    for c, m in zip(*np.nonzero(np.isfinite(pair.least(middle))), strict=True):
+    every_start = all(columns.alike) and len(columns.least[1]) == layers
+    if every_start:  # a length takes the same wherever it begins
+        least = pair.least(np.concatenate([rows[0] for rows in omega[1:]]) + middle)
+        least = np.pad(least, ((0, 0), (0, layers - columns.most)), constant_values=np.inf)
+        starts, stops = np.triu_indices(layers + 1, 1)
+        table[:, starts, stops] = least[:, stops - starts - 1]
+    some = np.zeros((0, 2)) if every_start else np.argwhere(np.isfinite(pair.least(middle)))
+    for c, m in some:
         costs, here = omega[m + 1], pair.of_length(int(m))
-        starts = np.arange(len(costs))
+        starts = np.arange(len(columns.least[m + 1]))
         table[c, starts, starts + m + 1] = (costs + middle[c, here]).min(axis=1)
     first = np.concatenate([of_length[0] for of_length in omega[1:]])
     table[:, 0, 1 : columns.most + 1] = pair.least(first + np.where(pair.first, base, np.inf))
     table[:, 0] += ends[:, 0, None]
     table[:, 0, layers] += ends[:, 1]
     for_last = [of_length[-1] for of_length in omega[1:]]
-    if len(omega[1]) > 1:
+    if len(columns.least[1]) > 1:
         last = np.concatenate(for_last)
         found = pair.least(last + np.where(pair.last, base, np.inf)) + ends[:, 1, None]
         most = min(columns.most, layers - 1)

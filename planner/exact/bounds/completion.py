@@ -43,6 +43,9 @@ from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Floats, Problem
 
 RENT_STEPS = 25
+FEW_ENTRIES = 20_000
+"""Entries (classes, layers, states) of a program up to which classes are stepped through at once:
+of more, only the ends that a stage can have are looked at."""
 """Steps of the search for rents."""
 
 
@@ -164,10 +167,14 @@ class Completion:
         onward = np.empty((classes, layers + 1, states))
         hops, each, next_state = self.hops[:, :, None], np.arange(classes)[:, None], after.T
         stage = self.stage + rents[:, None, None]
+        few = classes * layers * states <= FEW_ENTRIES
         ends, some = _ends(stage), np.asarray(np.isfinite(stage).any(axis=2))
         for a in range(layers, -1, -1):
             if a < layers:
-                for c in np.flatnonzero(some[:, a]).tolist():
+                if few:
+                    ahead = onward[:, a + 1 :] + stage[:, a, a + 1 :, None]
+                    np.minimum.reduce(ahead, axis=1, out=enter[:, a])
+                for c in () if few else np.flatnonzero(some[:, a]).tolist():
                     near = slice(*ends[c][a])
                     ahead = onward[c, near] + stage[c, a, near, None]
                     np.minimum.reduce(ahead, axis=0, out=enter[c, a])
@@ -261,6 +268,8 @@ class Completion:
         states, classes = after.shape
         table, _ = self._tables
         rents = self.rents
+        if self.space.listed and classes * layers * states <= FEW_ENTRIES:
+            return self._through_few()
         arrive = np.full((states + 1, classes, layers + 1), np.inf)
         found = np.full((classes, layers, layers + 1), np.inf)
         for a in range(layers):
@@ -284,6 +293,27 @@ class Completion:
                     arrive[at] = np.minimum(arrive[at], onward[:, None, :])
                 else:
                     arrive[rows[0], c, near] = np.minimum(arrive[rows[0], c, near], onward[0])
+        return found
+
+    def _through_few(self) -> Floats:
+        """[C, L, L+1] `through`, all classes at once; states are listed."""
+        layers, after, stage = self.p.num_layers, self.after, self.stage
+        states, classes = after.shape
+        each = np.arange(classes)
+        onward = self._tables[0][after, each]  # [S, C, L+1]
+        arrive = np.full((states + 1, classes, layers + 1), np.inf)
+        found = np.full((classes, layers, layers + 1), np.inf)
+        enter = np.full((states, classes), np.inf)
+        enter[0] = 0.0
+        for a in range(layers):
+            if a:
+                enter = (arrive[:states, :, a, None] + self.hops[None]).min(axis=1)
+            near, ahead = slice(a + 1, None), stage[:, a, a + 1 :]
+            rest = (enter[:, :, None] + onward[:, :, near]).min(axis=0)
+            found[:, a, near] = np.where(np.isfinite(ahead), rest, np.inf)
+            # States that go on by a device of a class go on to different ones.
+            at = after, each[None], near
+            arrive[at] = np.minimum(arrive[at], enter[:, :, None] + ahead[None])
         return found
 
     def greedy(self) -> list[tuple[int, int, int]]:
