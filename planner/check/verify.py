@@ -9,7 +9,9 @@ memory take, which are given, and a tree of parts of all plans of
 at least any weighted mean of all stages'; max(md D, S) is at least kappa md D + (1 - kappa) S;
 bytes above a device's memory have a price, as has a loss above the budget. What is left is a sum
 over layers, each at its cheapest choice: of all devices together (for any micro-batch sizes), or of
-a shortest path over stages (one pair of sizes, P and D in a range). Seconds are whole numbers of
+a shortest path over stages (one pair of sizes, P and D in a range). Of engines that share a job it
+has such a tree for the rows that each cannot do in less than the bound: so disjoint ones do fewer
+than all together. Seconds are whole numbers of
 units, multipliers of PRICE, both rounded so that a bound stays one.
 """
 
@@ -27,6 +29,8 @@ from typing import Any
 UNIT, PRICE, NEVER = 2**80, 2**40, 2**200
 CLOSE = Fraction(1, 10**9)
 """Relative difference of sums that were rounded otherwise."""
+MOST_WAVES = 4
+"""Waves in which an engine may run its rows."""
 MOST_STATES = 64
 """Counts of devices used up to which a path knows them; of more, each device is paid for."""
 Data = Mapping[str, Any]
@@ -63,6 +67,9 @@ def verify(plan: Data, certificate: Data) -> Verified:
     if "engines" in plan:
         value, time = _engines(plan, c)
         bounds = [topology_bound(c)]
+        if c["proofs"]:
+            parts, proven = engine_bounds(c)
+            bounds = [max(bounds[0], proven)] * parts
     else:
         value, time = _value(plan, c)
         for variant, tree in zip(c["variants"], c["proof"], strict=True):
@@ -129,6 +136,76 @@ def topology_bound(c: Data) -> int:
             rows.append(min(row) * steps["layers"])
         speeds += len(one["devices"]) / Fraction(min(rows))
     return floor(c["rows"] / speeds * UNIT)
+
+
+def engine_bounds(c: Data) -> tuple[int, int]:
+    """Bound all engines by what those that a proof is of take for its rows: parts, and the bound.
+
+    An engine takes no less for more rows, and not for having fewer of the devices. So below the
+    least bound of all proofs each does fewer rows than a proof of its devices, or of more, is of;
+    if disjoint engines do fewer than all rows together, no engines are below it.
+    """
+    classes = {name: k for k, one in enumerate(c["classes"]) for name in one["devices"]}
+    counts = [len(one["devices"]) for one in c["classes"]]
+    least, parts, fewer = NEVER, 0, list[tuple[tuple[int, ...], int]]()
+    for proof in c["proofs"]:
+        own = [0] * len(counts)
+        names = [name for one in proof["classes"] for name in one["devices"]]
+        for name in dict.fromkeys(names):
+            own[classes[name]] += 1
+        fewer.append((tuple(own), proof["rows"] - 1))
+        needed = min(MOST_WAVES, proof["rows"])
+        _require(len(proof["waves"]) == needed, f"proofs: {needed} numbers of waves")
+        for waves, one in enumerate(proof["waves"], 1):
+            found = _wave_bounds({**c, **proof, "theta": c["theta"] / waves}, one, waves)
+            parts, least = parts + len(found), min(least, waves * min(found))
+    rows = {
+        v: min([c["rows"], *(n for own, n in fewer if all(map(int.__le__, v, own)))])
+        for v in product(*(range(n + 1) for n in counts))
+    }
+    most = most_rows(tuple(counts), rows, c["exactly"])
+    _require(most < c["rows"], f"proofs: engines may do {most} of {c['rows']} rows")
+    return parts, least
+
+
+def _wave_bounds(c: Data, one: Data, waves: int) -> list[int]:
+    """Return the bounds of all parts of a wave of an engine's rows."""
+    batch, found = -(-c["rows"] // waves), list[int]()
+    for v, tree in zip(one["variants"], one["proof"], strict=True):
+        for phase in ("prefill", "decode"):
+            wrong = [x for x in v[phase] if x["count"] % -(-batch // x["size"])]
+            _require(not wrong, f"proofs: counts of {phase} for {batch} rows")
+        found += bounds_of(Tables(c, v), tree)
+    return found
+
+
+def most_rows(
+    counts: tuple[int, ...], rows: Mapping[tuple[int, ...], int], exactly: int | None
+) -> int:
+    """Return the most rows that disjoint engines do, of so many devices of each class.
+
+    `exactly`: how many engines; None: any number.
+    """
+    states = list(rows)
+    best = dict.fromkeys(states, 0)
+    for _ in range(sum(counts) if exactly is None else exactly):
+        ways = best
+        best = {
+            state: max(
+                (
+                    rows[v] + ways[tuple(map(int.__sub__, state, v))]
+                    for v in states
+                    if any(v) and all(map(int.__le__, v, state))
+                ),
+                default=-NEVER,
+            )
+            for state in states
+        }
+        if exactly is None:
+            best = {state: max(best[state], ways[state]) for state in states}
+            if best == ways:
+                break
+    return best[counts]
 
 
 def _value(plan: Data, c: Data) -> tuple[Fraction, Fraction]:

@@ -14,7 +14,7 @@ from llmpq.planner.check.verify import Refused, Verified, verify
 from llmpq.planner.problem.requests import VerifyRequest
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import variants_with_room
-from llmpq.planner.solving.worker import certificate_in_child
+from llmpq.planner.solving.worker import certificate_in_child, engine_proofs_in_child
 
 if TYPE_CHECKING:
     from llmpq.planner.problem.problem import Problem
@@ -30,8 +30,11 @@ def certificate_path(plan_path: str) -> Path:
     return path.with_name(path.name.removesuffix(".json") + ".certificate.json")
 
 
-def write_certificate(output: str, best: Answer, options: SolveOptions) -> Path | None:
-    """Write the certificate of a written plan; None where such plans have none."""
+def write_certificate(output: str, best: Answer, options: SolveOptions) -> str | None:
+    """Write the certificate of a written plan; say where it is, and what it shows.
+
+    None where such plans have none.
+    """
     if options.method != "exact":
         return None
     variants = variants_with_room(best.problem, options)
@@ -45,9 +48,14 @@ def write_certificate(output: str, best: Answer, options: SolveOptions) -> Path 
 
 
 def write_topology_certificate(
-    output: str, topology: Topology, found: TopologyAnswer, problem: Problem, options: SolveOptions
-) -> Path | None:
-    """Write the certificate of a written plan of several engines; None where it has none."""
+    output: str,
+    topology: Topology,
+    found: TopologyAnswer,
+    problem: Problem,
+    options: SolveOptions,
+    exactly: int | None,
+) -> str | None:
+    """Do so of a written plan of several engines; `exactly`: how many were to be there."""
     from llmpq.planner.solving.certificate import topology_certificate
     from llmpq.planner.solving.engine_floors import engine_variants
 
@@ -55,17 +63,23 @@ def write_topology_certificate(
         return None  # the proof knows devices alone
     engines = [(own.problem, own.outcome.assignment) for own in found.plans]
     variants = engine_variants(problem, options.kvs)
+    priced = problem.with_changes(theta=topology.solver.theta)
     try:
-        data = topology_certificate(topology, problem, engines, variants, options.budget)
+        proofs = engine_proofs_in_child(priced, options, found.found)
+        data = topology_certificate(
+            topology, problem, engines, variants, options.budget, proofs, exactly
+        )
     except ValueError:
         return None
     return _written(output, data)
 
 
-def _written(output: str, data: dict[str, Any]) -> Path:
-    path = certificate_path(output)
+def _written(output: str, data: dict[str, Any]) -> str:
+    path, value, bound = certificate_path(output), data["value"], data["bound"]
     replace_text(path, json.dumps(data, separators=(",", ":")) + "\n")
-    return path
+    if bound <= 0:
+        return str(path)
+    return f"{path}: by itself it shows that none is better by more than {value / bound - 1:.2%}"
 
 
 def verify_file(request: VerifyRequest) -> None:
@@ -98,7 +112,7 @@ def verified_lines(name: str, plan: dict[str, Any], found: Verified) -> list[str
     if any(stage.get("shares") for stage in plan.get("stages", ())):
         what = "plan of these devices, grouped as they are,"
     if "engines" in plan:
-        what = "grouping of these devices into engines of stages of one device"
+        what = "grouping of these devices into engines (stages of one device, 4 waves at most)"
     lines = [
         f"{name}: {of}every layer once, at bits that it may have, within memory",
         f"value {found.value:.6g} s, as its costs give it"

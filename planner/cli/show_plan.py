@@ -127,7 +127,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         best = replace(best, plan=_drafting(best.plan, problem, request.speculate))
         notes = [*notes, describe(best.plan)]
     notes = [*notes, *mtp_notes(best.plan, problem.spec), *prefix_notes(best.plan, problem.spec)]
-    proof: Path | None = None
+    proof: str | None = None
     if request.output:
         best.plan.save_json(request.output)
         proof = write_certificate(request.output, best, options)
@@ -332,11 +332,16 @@ def _show_topology(
     """Write a plan of several engines, and print it."""
     if request.speculate is not None:
         topology = _drafting_engines(topology, found, request.speculate)
-    proof: Path | None = None
+    proof: str | None = None
     if request.output:
         topology.save_json(request.output)
         proof = write_topology_certificate(
-            request.output, topology, found, job.problem, job.options
+            request.output,
+            topology,
+            found,
+            job.problem,
+            job.options,
+            num_engines(request.engines),
         )
     lines = topology_lines(best, found, num_engines(request.engines))
     if request.report:

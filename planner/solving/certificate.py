@@ -34,7 +34,11 @@ from llmpq.planner.exact.bounds.relaxation import ClassRelaxation, Prices
 from llmpq.planner.problem.numbers import SizeNumbers
 from llmpq.planner.problem.outcome import Assignment
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.solving.count_vectors import Vector
+from llmpq.planner.solving.engine_floors import engine_variants
 from llmpq.planner.solving.engine_prices import GRID, MOST_SIZES
+from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.plan_search import variants_with_room
 from llmpq.topology import Topology
 
 SHRUNK = 1 - 1e-12
@@ -43,6 +47,8 @@ MOST_WORK = 1_000_000
 """Steps of shortest paths that a proof may take."""
 MOST_PARTS = 120
 """Parts of single pairs that a proof may have."""
+MOST_ENGINES = 64
+"""Engines that devices can make, up to which a certificate has proofs of them."""
 MOST_PAIRS = 200
 """Pairs up to which the memory of all is looked at; of more, that of the extreme ones."""
 NEAR = 1e-6
@@ -77,9 +83,16 @@ def topology_certificate(
     engines: Sequence[tuple[Problem, Assignment]],
     variants: Sequence[Problem],
     budget: float | None,
+    proofs: Sequence[dict[str, Any]] = (),
+    exactly: int | None = None,
 ) -> dict[str, Any]:
-    """Return the certificate of engines that share a job: of the problem of all its devices."""
-    theta, work = topology.solver.theta, topology.workload
+    """Return the certificate of engines that share a job: of the problem of all its devices.
+
+    `proofs`: what engines take for their rows at least (`engine_proofs`), of a search for
+    `exactly` so many engines, or any number.
+    """
+    theta, work, value_s = topology.solver.theta, topology.workload, topology.solver.value
+    assert value_s is not None, "a topology that was searched has a value"
     sizes = _grid(work.batch)
     data = {
         "schema": 1,
@@ -90,7 +103,7 @@ def topology_certificate(
         "budget": budget,
         "classes": _classes(p),
         "choices": [choice.value for choice in p.choices],
-        "value": topology.solver.value,
+        "value": value_s,
         "engines": [
             _of_its_sizes(
                 _checked_plan(share.plan, own.with_changes(theta=theta), a, budget, [own]), a
@@ -98,11 +111,73 @@ def topology_certificate(
             for share, (own, a) in zip(topology.engines, engines, strict=True)
         ],
         "steps": [_steps(one, sizes) for one in variants],
+        "exactly": exactly,
+        "proofs": list(proofs),
     }
     # Bounds are checked as they are computed: there is one program for both.
-    data["bound"] = max(0.0, verify.topology_bound(data) / verify.UNIT * SHRUNK)
+    bound = verify.topology_bound(data)
+    if proofs:
+        try:
+            bound = max(bound, verify.engine_bounds(data)[1])
+        except verify.Refused:
+            data["proofs"] = []
+    data["bound"] = max(0.0, min(bound / verify.UNIT * SHRUNK, value_s))
     data["sha256"] = verify.digest(data)
     return data
+
+
+def engine_proofs(
+    p: Problem, options: SolveOptions, aim: float, most: Sequence[tuple[Vector, int]]
+) -> list[dict[str, Any]]:
+    """Return proofs that engines take `aim` seconds or more for a row more than they may do below.
+
+    `most`: those rows, of engines given as counts of devices of each class. None where they are too
+    many, or where layers differ.
+    """
+    rows = p.workload.batch
+    bounding = [
+        (v, n)
+        for v, n in most
+        if n < rows and all(n < m for w, m in most if v != w and _has_all(w, v))
+    ]
+    if math.prod(cls.count + 1 for cls in p.classes) > MOST_ENGINES or not _is_alike(p):
+        return []
+    priced = p if options.budget is None else p.with_changes(theta=0.0)
+    share = 1 / max(1, len(bounding) * verify.MOST_WAVES)
+    return [_engine_proof(priced, options, aim, v, n + 1, share) for v, n in bounding]
+
+
+def _is_alike(p: Problem) -> bool:
+    """Whether all layers take as long."""
+    return p.numbers(*p.pairs[0]).uniform
+
+
+def _has_all(v: Vector, other: Vector) -> bool:
+    return all(a >= b for a, b in zip(v, other, strict=True))
+
+
+def _engine_proof(
+    p: Problem, options: SolveOptions, aim: float, v: Vector, rows: int, share: float
+) -> dict[str, Any]:
+    """Return the proof of an engine: for every number of waves, tables and a tree of parts."""
+    names = [d.name for cls, n in zip(p.classes, v, strict=True) for d in cls.devices[:n]]
+    part = p.part(names).prepared()
+    waves = []
+    for number in range(1, min(verify.MOST_WAVES, rows) + 1):
+        job = part.with_job(batch=-(-rows // number)).with_changes(theta=p.theta / number)
+        variants = variants_with_room(job, options) or engine_variants(job, options.kvs)
+        data = {
+            "schema": 1,
+            "gen_len": job.workload.gen_len,
+            "theta": job.theta,
+            "budget": options.budget,
+            "classes": _classes(job),
+            "choices": [choice.value for choice in job.choices],
+            "variants": [_tables(one) for one in variants],
+        }
+        proof, _ = _Proof(data, variants, aim / number, share).made()
+        waves.append({"variants": data["variants"], "proof": proof})
+    return {"classes": _classes(part), "rows": rows, "waves": waves}
 
 
 def _of_its_sizes(data: dict[str, Any], a: Assignment) -> dict[str, Any]:
@@ -150,7 +225,7 @@ def _checked_plan(
     plan: Plan, p: Problem, a: Assignment, budget: float | None, variants: Sequence[Problem]
 ) -> dict[str, Any]:
     """Return what the plan of one pipeline is checked by, with tables of its variants."""
-    if p.objective != "makespan" or p.group != 1 or not p.numbers(*p.pairs[0]).uniform:
+    if p.objective != "makespan" or p.group != 1 or not _is_alike(p):
         raise NoCertificate("only plans of --objective makespan of single equal layers have one")
     if plan.speculation is not None:
         raise NoCertificate("the times of drafts have none; plan without --speculate")
@@ -253,8 +328,15 @@ class _Node:
 class _Proof:
     """Makes the tree of parts, the part of the smallest bound first."""
 
-    def __init__(self, data: dict[str, Any], variants: Sequence[Problem], value_s: float) -> None:
-        self.data, self.value_s = data, value_s
+    def __init__(
+        self,
+        data: dict[str, Any],
+        variants: Sequence[Problem],
+        value_s: float,
+        share: float = 1.0,
+    ) -> None:
+        """`share`: of the work and the parts that a proof may have."""
+        self.data, self.value_s, self.share = data, value_s, share
         budget = data["budget"]
         # Under a budget the price of omega is a multiplier: omega itself is what it prices.
         self.problems = [p if budget is None else p.with_changes(theta=1.0) for p in variants]
@@ -290,7 +372,8 @@ class _Proof:
     def _refine(self, heap: list[Any]) -> None:
         work = parts = 0
         target = self.value_s * (1 - NEAR)
-        while heap and work < MOST_WORK and parts < MOST_PARTS:
+        most = max(2.0, MOST_PARTS * self.share)
+        while heap and work < MOST_WORK * self.share and parts < most:
             bound, _, pair, node = heapq.heappop(heap)
             if bound >= target:
                 return

@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from llmpq.cost_model import Phase
+from llmpq.planner.check.verify import MOST_WAVES
 from llmpq.planner.costs.links import Floats
 from llmpq.planner.evaluate.objective import BUDGET_ROUNDING, coefficients
 from llmpq.planner.exact.bounds.relaxation import layer_groups
@@ -25,8 +26,6 @@ from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import Vector
 from llmpq.precision import KVPrecision
 
-MOST_WAVES = 4
-"""Waves in which an engine may run its rows."""
 EXACT, GRID = 24, 1.06
 """Micro-batch sizes that are looked up one by one; ratio of those beyond."""
 ROUNDING = 1e-9

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from llmpq.errors import DoesNotFitError
+from llmpq.planner.check.verify import MOST_WAVES
 from llmpq.planner.evaluate.objective import sum_omega
 from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import CountVectors, Vector
-from llmpq.planner.solving.engine_floors import MOST_WAVES, EngineFloors
+from llmpq.planner.solving.engine_floors import EngineFloors
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import Solved, best_plan, variants_with_room
 

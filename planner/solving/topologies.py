@@ -65,6 +65,9 @@ class FoundTopology:
     """Kinds of groups of devices that were looked at as stages in tensor parallel."""
     groups_left_out: int = 0
     """Sets of devices that were not."""
+    most: tuple[tuple[Vector, int], ...] = ()
+    """Rows that each engine of stages of one device may do below the bound, as is proven; none
+    where not all engines are listed."""
 
 
 def best_topology(
@@ -109,6 +112,7 @@ def best_topology(
         },
         groups=len(search.vectors.groups),
         groups_left_out=0 if grouped is None else grouped.left_out,
+        most=search.most_of_each(found.bound) if gain == 1 else (),
     )
 
 

@@ -268,6 +268,14 @@ class TopologySearch:
         found = [(v, n, self.prices.price(v, n)) for v, n in engines]
         return found if all(price.solved is not None for _, _, price in found) else []
 
+    def most_of_each(self, below: float) -> tuple[tuple[Vector, int], ...]:
+        """Return the rows that each engine without groups may do below a value, as is proven."""
+        vectors, kinds = self.vectors, len(self.vectors.counts)
+        if not vectors.complete:
+            return ()
+        alone = [v for v in vectors.vectors if not any(v[kinds:])]
+        return tuple((v[:kinds], self.prices.most(v, below)) for v in alone)
+
     def _most_rows(self, below: float, *, proven: bool = False) -> tuple[float, list[Vector]]:
         rows: dict[Vector, float] = {}
         for v in self.vectors.vectors:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 CHILD = (sys.executable, "-m", "llmpq.planner.solving.worker")
 _PR_SET_PDEATHSIG = 1
 """Of prctl(2): which signal a process gets when its parent ends."""
-Job = Literal["plan", "topology", "certificate", "front", "offload"]
+Job = Literal["plan", "topology", "certificate", "engine_proofs", "front", "offload"]
 
 
 class SolverCrashed(LlmpqError):
@@ -87,7 +87,8 @@ def topology_in_child(
         for one in answer.pop("engines")
     )
     simple = {name: None if one is None else tuple(one) for name, one in answer["simple"].items()}
-    return FoundTopology(**{**answer, "simple": simple}, engines=engines)
+    most = tuple((tuple(v), rows) for v, rows in answer["most"])
+    return FoundTopology(**{**answer, "simple": simple, "most": most}, engines=engines)
 
 
 def _place(data: Any) -> Any:
@@ -110,6 +111,14 @@ def certificate_in_child(
         "budget": budget,
     }
     return run_in_child(problem, "certificate", asked, method="exact")
+
+
+def engine_proofs_in_child(
+    problem: Problem, options: SolveOptions, found: FoundTopology
+) -> list[dict[str, Any]]:
+    """Return what engines take for their rows at least, as far as it bounds a topology found."""
+    asked = {"options": _options_data(options), "aim": found.bound, "most": found.most}
+    return list(run_in_child(problem, "engine_proofs", asked, method="exact")["proofs"])
 
 
 def _options_data(options: SolveOptions) -> dict[str, Any]:
@@ -196,6 +205,12 @@ def _do(problem: Problem, job: Job, options: dict[str, Any]) -> dict[str, Any]:
         return _topology(problem, options)
     if job == "certificate":
         return _certificate(problem, options)
+    if job == "engine_proofs":
+        from llmpq.planner.solving.certificate import engine_proofs
+
+        most = [(tuple(v), rows) for v, rows in options["most"]]
+        options_of = _parsed_options(options["options"])
+        return {"proofs": engine_proofs(problem, options_of, options["aim"], most)}
     if job == "front":
         from llmpq.planner.front.front import pareto_front
 
@@ -248,6 +263,7 @@ def _topology(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
         "gain": found.gain,
         "groups": found.groups,
         "groups_left_out": found.groups_left_out,
+        "most": found.most,
     }
 
 

@@ -11,21 +11,34 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.__main__ import main
 from llmpq.planner.check import verify as verify_module
 from llmpq.planner.check.build_plan import build_plan
-from llmpq.planner.check.verify import UNIT, Refused, Tables, bounds_of, digest, verify
+from llmpq.planner.check.verify import (
+    UNIT,
+    Refused,
+    Tables,
+    bounds_of,
+    digest,
+    engine_bounds,
+    most_rows,
+    verify,
+)
 from llmpq.planner.evaluate.objective import sum_omega
 from llmpq.planner.solving import certificate as certificate_module
-from llmpq.planner.solving.certificate import certificate
+from llmpq.planner.solving.certificate import certificate, engine_proofs
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import best_plan
+from llmpq.planner.solving.topologies import best_topology
+from llmpq.planner.solving.topology_search import KnownPipeline
 from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure]
@@ -243,6 +256,107 @@ def test_no_multipliers_prove_more_than_is_so() -> None:
             _reweighed(rng, tree, made["classes"])
             proven = min(bounds_of(Tables(made, variant), tree)) / UNIT
             assert proven <= made["value"] * (1 + 1e-9), seed
+
+
+@cache
+def _bounded(seed: int) -> tuple[float, dict[str, Any]] | None:
+    """Return the best value of engines of a random problem, and what proves that there is no less.
+
+    None where nothing fits.
+    """
+    rng = random.Random(seed)
+    p = random_problem(rng, layers=(2, 3), kinds=(1, 2), devices=(1, 2), precisions=2, batch=4)
+    room = int(rng.uniform(0, 2) * int(p.all_layer_bytes.sum()))
+    data = p.cluster.model_dump(mode="json", by_alias=True)
+    for node in data["nodes"]:
+        for group in node["devices"]:
+            group["spec"]["memory"] += room
+    p = p.with_changes(cluster=Cluster.parse_data(data, where="test"))
+    budget = float(p.omega.min(axis=1).sum()) * 1.3 + 1e-6 if seed % 3 == 0 else None
+    p = p if budget is None else p.with_changes(theta=0.0)
+    options = SolveOptions(gap=1e-9, time_limit_s=math.inf, groups=False, budget=budget)
+    found = best_topology(p, options, KnownPipeline(), gap=0.0)
+    if math.isinf(found.value):
+        return None
+    made = {
+        "rows": 4,
+        "exactly": None,
+        "gen_len": p.workload.gen_len,
+        "theta": p.theta,
+        "budget": budget,
+        "classes": [{"devices": [device.name for device in cls.devices]} for cls in p.classes],
+        "choices": [choice.value for choice in p.choices],
+        "proofs": engine_proofs(p, options, found.bound, found.most),
+    }
+    return found.value, json.loads(json.dumps(made))
+
+
+def _topologies(count: int) -> Iterator[tuple[int, float, dict[str, Any]]]:
+    for seed in range(count):
+        found = _bounded(seed)
+        if found is not None and found[1]["proofs"]:
+            yield seed, found[0], copy.deepcopy(found[1])
+
+
+def test_no_engines_are_below_what_their_proofs_say() -> None:
+    near = whole = 0
+    for seed, value, made in _topologies(300 if ALL else 12):
+        parts, bound = engine_bounds(made)
+        assert parts > 0 and bound / UNIT <= value * (1 + 1e-9), seed
+        near += bound / UNIT > 0.9 * value
+        whole += 1
+    assert whole > 5 and near > whole / 2
+
+
+def _fewer_rows(made: dict[str, Any]) -> None:
+    made["proofs"][0]["rows"] -= 1
+
+
+def _one_wave_less(made: dict[str, Any]) -> None:
+    made["proofs"][0]["waves"].pop()
+
+
+def _no_proofs(made: dict[str, Any]) -> None:
+    made["proofs"] = []
+
+
+def _no_rows(made: dict[str, Any]) -> None:
+    made["rows"] = 0
+
+
+def _fewer_steps(made: dict[str, Any]) -> None:
+    made["proofs"][0]["waves"][0]["variants"][0]["decode"][0]["count"] -= 1
+
+
+@pytest.mark.parametrize("forge", [_fewer_rows, _one_wave_less, _no_proofs, _no_rows, _fewer_steps])
+def test_proofs_of_engines_that_lack_something_are_refused(
+    forge: Callable[[dict[str, Any]], None],
+) -> None:
+    for seed, _, made in _topologies(6):
+        forge(made)
+        with pytest.raises((Refused, LookupError, ValueError)):
+            engine_bounds(made)
+            pytest.fail(f"seed {seed}")
+
+
+def test_the_most_rows_are_those_of_the_best_disjoint_engines() -> None:
+    rng = random.Random(3)
+    for _ in range(20):
+        counts = (rng.randint(1, 2), rng.randint(1, 2))
+        vectors = list(product(*(range(n + 1) for n in counts)))
+        rows = {v: rng.randint(1, 9) if any(v) else 0 for v in vectors}
+        for exactly in (None, 1, 2, 3):
+            most = max(
+                (
+                    sum(rows[v] for v in chosen)
+                    for k in (range(5) if exactly is None else [exactly])
+                    for chosen in combinations_with_replacement(vectors[1:], k)
+                    if all(sum(v[c] for v in chosen) <= counts[c] for c in (0, 1))
+                ),
+                default=None,
+            )
+            if most is not None:
+                assert most_rows(counts, rows, exactly) == most
 
 
 def test_it_imports_the_standard_library_alone() -> None:

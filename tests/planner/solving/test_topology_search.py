@@ -13,11 +13,12 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
+from llmpq.planner.check.verify import MOST_WAVES
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import CountVectors, partitions
-from llmpq.planner.solving.engine_floors import MOST_WAVES, EngineFloors
+from llmpq.planner.solving.engine_floors import EngineFloors
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import best_plan
 from llmpq.planner.solving.topologies import best_topology, two_fit
