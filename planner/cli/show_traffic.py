@@ -144,6 +144,12 @@ def traffic_lines(
         lines.append(f"by the first {COMPARED} requests alone, for comparison:")
     if rows > COMPARED or objective != "rate":
         lines.append(f"this plan: {_gives(found.compared, objective)}")
+    quick = found.quickest
+    if quick.loss > best.loss and objective == "rate":
+        lines.append(
+            f"more requests at less quality (--prefer speed looks for it): "
+            f"{_gives(quick, objective)}, quality loss {quick.loss:.4g} instead of {best.loss:.4g}"
+        )
     names = {"card": "best single card", "pipeline": "one pipeline", "replicas": "replicas"}
     for key, name in names.items():
         one = found.beside.get(key)

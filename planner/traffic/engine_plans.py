@@ -7,12 +7,14 @@ the longest request of the traffic has room.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import ClusterRef, Plan
 from llmpq.planner.answer import checked_plan
+from llmpq.planner.front.preference import WEIGHTS, look_around
 from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.methods import SolveOptions
@@ -33,6 +35,14 @@ class EnginePlan:
     model: EngineModel
     steady: SteadyState
     step_tokens: int
+    devices: tuple[str, ...]
+    """That it was planned for; its stages may be on fewer."""
+
+    @property
+    def loss(self) -> float:
+        """Quality loss of the plan."""
+        assert self.plan.predicted is not None, "the planner always predicts"
+        return self.plan.predicted.sum_omega
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,16 @@ class EnginePlanner:
     path: str | None
     lengths: MeanLengths
     limits: ServiceLimits
+
+    @property
+    def price(self) -> float:
+        """What a unit of loss is worth by the preference, in the logarithm of time or rate."""
+        unit = self.problem.sensitivity.four_bit_omega()
+        return WEIGHTS[self.options.prefer] / unit if self.options.prefer and unit else 0.0
+
+    def worth(self, engine: EnginePlan) -> float:
+        """Return what is largest of the best engine: its rate, by its loss."""
+        return math.log(engine.steady.rate_per_s) - self.price * engine.loss
 
     def job(self, devices: Sequence[str], requests: int, step_tokens: int) -> Problem:
         """Return the batch job that an engine is planned as."""
@@ -58,30 +78,47 @@ class EnginePlanner:
         )  # fmt: skip
         return own.with_changes(chunk=min(step_tokens, prompt))
 
-    def plan(self, devices: Sequence[str], requests: int, step_tokens: int) -> EnginePlan | None:
-        """Return the best plan of an engine; None where none fits or none is within the limits."""
-        found: list[EnginePlan] = []
+    def plan(
+        self, devices: Sequence[str], requests: int, step_tokens: int, *, dearer: float = 1.0
+    ) -> EnginePlan | None:
+        """Return the best plan of an engine; None where none fits or none is within the limits.
+
+        `dearer`: how many times what quality is worth by the preference it is worth here.
+        """
+        found = []
         for kv in self.options.kvs or (self.problem.kv,):
             job = self.job(devices, requests, step_tokens).with_job(kv=kv)
-            options = replace(
-                self.options, kvs=(), time_limit_s=min(ENGINE_S, self.options.time_limit_s)
-            )
-            try:
-                solved = best_plan(job, options)
-                valued = solved.problem
-                if options.budget is not None:
-                    valued = valued.with_changes(theta=0.0)
-                plan = checked_plan(valued, solved.outcome, self.path, options.prefer)
-            except (DoesNotFitError, Unfinished):
-                continue
-            whole = self.problem.cluster
-            plan = plan.model_copy(
-                update={"cluster": ClusterRef(name=whole.name, fingerprint=whole.fingerprint())}
-            )
-            model = EngineModel.of_plan(plan, max_num_batched_tokens=step_tokens)
-            steady = best_state(model, self.lengths, self.limits)
-            if steady is None or model.limits.room < self.lengths.longest:
-                continue
-            model = replace(model, speed=steady.rate_per_s)
-            found.append(EnginePlan(plan=plan, model=model, steady=steady, step_tokens=step_tokens))
-        return max(found, key=lambda one: one.steady.rate_per_s, default=None)
+            thetas = [job.theta]
+            if self.price:  # where such a plan is not within the limits, the quickest may be
+                near, _ = look_around([job.sharing_tables()], self.price)
+                thetas.insert(0, dearer * self.price * near.time_s)
+            each = (self._priced(job.with_changes(theta=theta), step_tokens) for theta in thetas)
+            best = next((one for one in each if one is not None), None)
+            found += [] if best is None else [replace(best, devices=tuple(devices))]
+        return max(found, key=self.worth, default=None)
+
+    def _priced(self, job: Problem, step_tokens: int) -> EnginePlan | None:
+        """Return the plan of a job at its theta."""
+        options = replace(
+            self.options, kvs=(), time_limit_s=min(ENGINE_S, self.options.time_limit_s)
+        )
+        try:
+            solved = best_plan(job, options)
+            valued = solved.problem
+            if options.budget is not None:
+                valued = valued.with_changes(theta=0.0)
+            plan = checked_plan(valued, solved.outcome, self.path, options.prefer)
+        except (DoesNotFitError, Unfinished):
+            return None
+        whole = self.problem.cluster
+        plan = plan.model_copy(
+            update={"cluster": ClusterRef(name=whole.name, fingerprint=whole.fingerprint())}
+        )
+        model = EngineModel.of_plan(plan, max_num_batched_tokens=step_tokens)
+        steady = best_state(model, self.lengths, self.limits)
+        if steady is None or model.limits.room < self.lengths.longest:
+            return None
+        model = replace(model, speed=steady.rate_per_s)
+        return EnginePlan(
+            plan=plan, model=model, steady=steady, step_tokens=step_tokens, devices=()
+        )

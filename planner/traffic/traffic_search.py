@@ -8,6 +8,7 @@ step and simulated; the simulator decides.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,13 +24,16 @@ from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic
 from llmpq.planner.traffic.rates import RateFound, highest_rate, measured_at
 from llmpq.planner.traffic.steady_state import MeanLengths
-from llmpq.service_measures import Quantiles, ServiceMeasures
+from llmpq.service_measures import ATTAINMENT, Quantiles, ServiceMeasures
 from llmpq.topology import EngineShare, Topology, TopologyPredicted
 
 TrafficObjective = Literal["throughput", "rate", "latency"]
 REQUESTS_AT_ONCE = (64, 16, 256, 4, 1)
 STEP_TOKENS = (512, 256, 1024, 2048, 128)
 """Tried in this order while time is left."""
+DEARER, MOST_BOUGHT = (3.0, 10.0, 30.0, 100.0, 1000.0), 3
+"""Times what quality is worth by the preference, tried in this order where a rate is kept; and the
+topologies of which they are tried."""
 COMPARED = 64
 """Requests by which plans are compared; the best is simulated under all."""
 SOLVING_SHARE = 0.4
@@ -47,13 +51,28 @@ class Valued:
     served: ServiceMeasures
     """At the traffic's own rate, or where that is to be found at the highest."""
 
-    def worth(self, objective: TrafficObjective) -> float:
-        """Return what is to be largest."""
-        if objective == "latency":
-            return -self.served.latency_s.mean
-        if objective == "throughput":
-            return self.rate.measures.output_tokens_per_s
-        return self.rate.rate_per_s
+    def worth(
+        self, objective: TrafficObjective, price: float, enough: float = math.inf
+    ) -> tuple[bool, float]:
+        """Return what is to be largest: a logarithm, less what the loss counts for.
+
+        `price`: of a unit of loss; `enough`: the rate at which it was served, which once it is kept
+        is worth no more than answers that end soon.
+        """
+        kept = self.rate.rate_per_s >= enough or (
+            math.isfinite(enough) and self.served.attained >= ATTAINMENT
+        )
+        gives = self.rate.rate_per_s
+        if objective == "latency" or kept:
+            gives = 1 / max(self.served.latency_s.mean, 1e-12)
+        elif objective == "throughput":
+            gives = self.rate.measures.output_tokens_per_s
+        return kept, math.log(max(gives, 1e-12)) - price * self.loss
+
+    @property
+    def loss(self) -> float:
+        """The largest quality loss of its engines."""
+        return max(one.loss for one in self.engines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +83,8 @@ class TrafficAnswer:
     """As it serves the whole traffic."""
     compared: Valued
     """The same as it serves the requests by which it was compared with those beside it."""
+    quickest: Valued
+    """The one of the highest rate of those compared."""
     plan: Plan | Topology
     beside: Mapping[str, Valued | None]
     """`card`, `pipeline`, `replicas`, as far as they fit and keep the limits in a steady state."""
@@ -98,7 +119,21 @@ class _Search:
         """Return the best plan that is known of an engine."""
         like = self.vectors.canonical(v)
         found = [one for (own, _, _), one in self.known.items() if own == like and one is not None]
-        return max(found, key=lambda one: one.steady.rate_per_s, default=None)
+        return max(found, key=self.planner.worth, default=None)
+
+    @property
+    def enough(self) -> float:
+        """The traffic's own rate, where a higher one is worth less than quality and quick answers.
+
+        None is where speed is preferred, or where no preference says what quality is worth.
+        """
+        rate, prefer = self.traffic.rate_per_s, self.planner.options.prefer
+        own = self.objective == "rate" and prefer in ("balanced", "quality")
+        return math.inf if rate is None or not own else rate
+
+    def worth(self, one: Valued) -> tuple[bool, float]:
+        """Return what is to be largest."""
+        return one.worth(self.objective, self.planner.price, self.enough)
 
     def own(self, v: Vector, used: list[int]) -> EnginePlan | None:
         """Return that plan on the next devices that are not used."""
@@ -154,11 +189,18 @@ def search_traffic(
         if name == "best" or not valued or search.left_s() > 0:
             one = _valued(search, name, vectors)
             valued += [one] if one is not None else []
-    compared = max(valued, key=lambda one: (one.worth(objective), -len(one.engines)))
+    compared = max(valued, key=lambda one: (search.worth(one), -len(one.engines)))
+    quickest = compared
+    if math.isfinite(search.enough):
+        quickest = max(valued, key=lambda one: one.rate.rate_per_s)
+        ways = sorted(valued, key=search.worth, reverse=True)[:MOST_BOUGHT]
+        bought = [new for one in ways for new in _bought_back(search, one)]
+        compared = max([compared, *bought], key=lambda one: (search.worth(one), -len(one.engines)))
     best = _of_all(search, compared)
     return TrafficAnswer(
         best=best,
         compared=compared,
+        quickest=quickest,
         plan=_plan_file(best, traffic, objective),
         beside=beside,
         tried=len(search.known),
@@ -254,17 +296,48 @@ def _others(search: _Search, chosen: Sequence[Vector]) -> dict[int, list[Vector]
 def _valued(search: _Search, name: str, vectors: Sequence[Vector]) -> Valued | None:
     """Simulate engines: the highest rate, and the traffic's own."""
     engines = search.engines(vectors)
-    if engines is None:
-        return None
+    return None if engines is None else _simulated(search, name, engines)
+
+
+def _simulated(search: _Search, name: str, engines: tuple[EnginePlan, ...]) -> Valued:
     traffic = search.traffic
     models = [one.model for one in engines]
     few, limits = traffic.arrivals[:COMPARED], traffic.limits
     guess = sum(one.steady.rate_per_s for one in engines)
     rate = highest_rate(models, few, limits, guess_per_s=guess, deadline_s=search.deadline_s)
     served = rate.measures
-    if search.objective == "latency":
+    if search.objective == "latency" or math.isfinite(search.enough):
         served = measured_at(models, few, limits)
     return Valued(name=name, engines=engines, rate=rate, served=served)
+
+
+def _bought_back(search: _Search, one: Valued) -> list[Valued]:
+    """Return engines that keep the traffic's rate, like those given and with less and less loss."""
+    found: list[Valued] = []
+    least, kept = one.loss, search.worth(one)[0]
+    for dearer in DEARER:
+        if not kept or least == 0 or search.left_s() < 0:
+            break
+        engines = [_dearer(search, engine, dearer) for engine in one.engines]
+        new = tuple(engine for engine in engines if engine is not None)
+        if len(new) < len(engines):
+            break
+        if max(engine.loss for engine in new) < least:
+            better = _simulated(search, one.name, new)
+            kept, least = search.worth(better)[0], better.loss
+            found.append(better)
+    return found
+
+
+def _dearer(search: _Search, engine: EnginePlan, dearer: float) -> EnginePlan | None:
+    """Return an engine's plan where quality is dearer; of fewer requests at once if need be."""
+    requests = engine.plan.workload.batch
+    while requests:
+        found = search.planner.plan(engine.devices, requests, engine.step_tokens, dearer=dearer)
+        if found is not None or search.left_s() < 0:
+            return found
+        requests //= 4
+    return None
 
 
 def _of_all(search: _Search, best: Valued) -> Valued:

@@ -159,6 +159,17 @@ def test_simpler_ways_are_beside_the_plan_in_one_measure(
     assert others and (own <= min(others) if "answer" in unit else own >= max(others))
 
 
+def test_a_rate_that_is_kept_leaves_the_rest_to_quality(tmp_path: Path) -> None:
+    """4 bits would be quickest; 8 lose as good as nothing, and keep the rate, too."""
+    path = tmp_path / "plan.json"
+    flags = ["--model", "qwen3-14b", "--devices", "3090", *TRAFFIC, "--ttft", "2", "--tpot", "0.1"]
+    assert main([*flags, "--rate", "0.5", "-o", str(path)]) == 0
+    plan = read_plan(path)
+    assert isinstance(plan, Plan) and plan.traffic is not None and plan.predicted is not None
+    assert plan.predicted.sum_omega < 0.01
+    assert plan.traffic.predicted.attained >= 0.9 and plan.traffic.highest_rate_per_s >= 0.5
+
+
 def test_few_requests_are_all_compared_by(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
