@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.exact.bounds.columns import Columns, assigned, columns_if_few
+from llmpq.planner.exact.bounds.columns import Columns, KeptPairs, assigned
 from llmpq.planner.exact.space import Space
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Floats, Problem
@@ -32,9 +32,10 @@ class LeastOmega:
 
 def least_omega(p: Problem) -> LeastOmega:
     """Return the least sum of omega, with a plan of it, where that is quick to tell."""
-    space, columns = Space(p), columns_if_few(p)
-    if columns is None or not space.listed:
+    space, kept = Space(p), KeptPairs.of(p)
+    if kept is None or not space.listed:
         return LeastOmega(omega=least_by_memory(p))
+    columns = kept.columns
     stage = _stage_table(p, columns, space)
     best = _least_ways(stage, space)
     omega = float(best[-1].min())
