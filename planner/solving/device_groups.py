@@ -82,11 +82,15 @@ def may_group(p: Problem) -> bool:
 
 
 def _may_join(p: Problem) -> Iterator[int]:
-    """Yield the classes whose devices may be in groups with another one; none of CPUs."""
+    """Yield the classes whose devices may be in groups with another one.
+
+    None of CPUs, and none that share the memory of their host: these are machines by themselves.
+    """
     measured = () if p.costs.profile is None else p.costs.profile.device_kinds
 
     def can(device: Device) -> bool:
-        runs = device.spec.export_only is None and not device.spec.is_cpu
+        spec = device.spec
+        runs = spec.export_only is None and not spec.is_cpu and spec.host_share is None
         return runs and device.profile_kind not in measured
 
     able = Counter(device.node for device in p.cluster.devices if can(device))

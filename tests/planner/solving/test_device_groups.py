@@ -193,6 +193,9 @@ def test_shares_follow_speed_where_all_have_room() -> None:
         ({"devices": "cpu=64GB+60GB/s+16threads,3090"}, False),
         ({"devices": "cpu=64GB+60GB/s+16threads,3090,4090"}, True),
         ({"devices": "m4-max=64GB"}, False),
+        ({"devices": "gb10:2"}, False),  # two machines
+        ({"devices": "4090-laptop,strix-halo=96GB"}, False),
+        ({"devices": "gb10,4090,3090"}, True),
     ],
 )
 def test_groups_are_of_devices_that_can_share(changes: dict[str, Any], can: bool) -> None:
