@@ -116,7 +116,8 @@ def test_a_changed_plan_is_refused(name: str) -> None:
 def test_the_command_needs_the_plan_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = "--devices t4:2,cpu --model opt-1.3b --global_bz 4 --s 64 --n 8 --engines 1"
+    words = "--devices t4:2,cpu --model opt-1.3b --global_bz 4 --s 64 --n 8 --tensor-parallel 1"
+    words += " --engines 1"
     assert main([*words.split(), "-o", str(tmp_path / "plan.json")]) == 0
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
