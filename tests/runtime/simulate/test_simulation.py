@@ -21,7 +21,7 @@ pytestmark = pytest.mark.pure
 
 def _plan(devices: str, **job: int) -> Plan:
     work = {"batch": 8, "prompt_len": 256, "gen_len": 32, **job}
-    return make_plan("opt-1.3b", devices=devices, bits="16", **work)  # type: ignore[arg-type]
+    return make_plan("opt-1.3b", devices=devices, bits="16", tensor_parallel=1, **work)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
