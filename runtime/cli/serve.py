@@ -37,6 +37,7 @@ def main(options: ServeOptions) -> int:
         _require_free_socket(settings.uds)
     if options.engine.trace is not None:
         check_files({"--plan": options.plan}, {"--trace": str(options.engine.trace)})
+    _use_descriptors()
     where: dict[str, Any] = {"host": options.host, "port": options.port}
     with lines_apart():
         if options.replicas > 1:
@@ -246,6 +247,19 @@ def _check_tls(server: ServeSettings) -> None:
     wanted = server.ssl_cert_reqs
     if wanted and authorities is None:
         raise ValueError(f"--ssl-cert-reqs {wanted} needs --ssl-ca-certs")
+
+
+MOST_DESCRIPTORS = 1 << 16
+
+
+def _use_descriptors() -> None:
+    """Use as many file descriptors as this user may: a connection takes one, 1,024 are usual."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _require_free_socket(path: str) -> None:

@@ -18,7 +18,7 @@ from llmpq.runtime.serve.answering import stream, while_connected
 from llmpq.runtime.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from llmpq.runtime.serve.chat import Chat, conversation_length, plain_message
 from llmpq.runtime.serve.completions import TextCompletion
-from llmpq.runtime.serve.errors import UNREAD, ApiError, AsciiJson, handle_errors
+from llmpq.runtime.serve.errors import ApiError, AsciiJson, handle_errors, unread
 from llmpq.runtime.serve.gate import Gate, Gated
 from llmpq.runtime.serve.messages import CountBody, Messages, MessagesBody
 from llmpq.runtime.serve.page import add_page, state_of
@@ -40,8 +40,8 @@ def parsed(form: type[Body], raw: bytes) -> Body:
         data = json.loads(raw)
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error.msg}") from None
-    except (ValueError, RecursionError):
-        raise ApiError(400, UNREAD) from None
+    except (ValueError, RecursionError) as error:
+        raise unread(error) from None
     return form.model_validate(data)
 
 
@@ -298,13 +298,13 @@ def _add_state(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return described(name)
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
-    @app.api_route("/ping", methods=["GET", "HEAD", "POST"])
+    @app.get("/health")
+    @app.api_route("/ping", methods=["GET", "POST"])
     async def health() -> dict[str, str]:
         service.check_engine()
         return {"status": "ok"}
 
-    @app.api_route("/ready", methods=["GET", "HEAD"])
+    @app.get("/ready")
     async def ready() -> dict[str, str]:
         llm = service.ready()
         llm.check_alive()

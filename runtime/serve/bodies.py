@@ -99,13 +99,19 @@ class RequestBody(Body):
             if name in known or value is None:
                 continue
             if name not in REFUSED:
-                if name not in HINTS:
-                    _note_ignored(name)
                 continue
             neutral, instead = REFUSED[name]
             if not any(value == same and type(value) is type(same) for same in neutral):
                 raise ApiError(400, f"'{name}' is not supported here: {instead}", param=name)
         return data
+
+    @model_validator(mode="after")
+    def _ignored_are_noted(self) -> Self:
+        """Log what changes nothing, once the body is otherwise one that is obeyed."""
+        for name in self.model_extra or ():
+            if name not in REFUSED and name not in HINTS:
+                _note_ignored(name)
+        return self
 
     @model_validator(mode="after")
     def _streams_have_options(self) -> Self:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,7 +13,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 
 from llmpq.errors import DeadlineError, RequestFailedError, StageLostError
 from llmpq.runtime.request import ContextLengthError
@@ -33,8 +36,6 @@ _KINDS = {
     504: "timeout_error",
 }
 RETRY_AFTER_S = 1
-UNREAD = "the body cannot be read: it must be JSON in UTF-8, not nested hundreds of levels deep"
-"""What is said of a body that is no JSON that can be read."""
 
 
 class AsciiJson(JSONResponse):
@@ -56,20 +57,24 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int = RETRY_AFTER_S,
+        allow: str | None = None,
     ) -> None:
-        """`retry_after_s`: what a client that gets 429 or 503 is to wait."""
+        """`retry_after_s`: what a client is to wait (429, 503); `allow`: the methods there are."""
         super().__init__(status, message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.allow = allow
 
     @property
     def response_headers(self) -> dict[str, str]:
         """What the answer says beside its body."""
         if self.status in (429, 503):
             return {"Retry-After": str(self.retry_after_s)}
+        if self.allow is not None:
+            return {"Allow": self.allow}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
     def body(self, path: str = "") -> dict[str, Any]:
@@ -95,10 +100,11 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, (RequestValidationError, ValidationError)):
         return _of_fields(error.errors()[0])
     if isinstance(error, HTTPException):
-        unread = error.status_code == 400 and "parsing the body" in str(error.detail)
-        return ApiError(error.status_code, UNREAD if unread else str(error.detail))
+        return ApiError(error.status_code, str(error.detail))
+    if isinstance(error, ClientDisconnect):
+        return ApiError(499, "the client went away before its body was sent")
     if isinstance(error, RecursionError):
-        return ApiError(400, UNREAD)
+        return unread(error)
     if isinstance(error, ContextLengthError):
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, ValueError):
@@ -119,9 +125,11 @@ def handle_errors(app: FastAPI) -> None:
         found = as_api_error(error)
         if found.status == 404 and found.message == "Not Found":
             found = _no_path(request)
+        elif found.status == 405:
+            found = _no_method(request)
         return AsciiJson(found.body(request.url.path), found.status, found.response_headers)
 
-    known = (ApiError, RequestValidationError, HTTPException, ValueError)
+    known = (ApiError, RequestValidationError, HTTPException, ValueError, ClientDisconnect)
     # What is no fault of the program's leaves no traceback in the log, as `Exception` does.
     for kind in (*known, StageLostError, DeadlineError, ConnectionError, TimeoutError, Exception):
         app.add_exception_handler(kind, answer)
@@ -131,8 +139,31 @@ def _no_path(request: Request) -> ApiError:
     """Return what is said of a path that nothing answers."""
     path = request.url.path
     known = {route.path for route in request.app.routes if isinstance(route, Route)}
-    meant = f"; did you mean /v1{path}?" if f"/v1{path}" in known else ""
+    short = "/" + re.sub("^(/*v1(?=/))+", "", path).strip("/")  # a base URL's /v1 twice, or not
+    near = get_close_matches(f"/v1{short}", known, n=1, cutoff=0.9)
+    found = next((one for one in (f"/v1{short}", short, *near) if one in known), "/")
+    meant = f"; did you mean {found}?" if found != "/" else ""
     return ApiError(404, f"nothing answers {path!r:.100}{meant}", code="unknown_url")
+
+
+def _no_method(request: Request) -> ApiError:
+    """Return what is said of a path that has other methods."""
+    methods: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    allow = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
+    path, method = request.url.path, request.method
+    return ApiError(405, f"{path!r:.100} takes {allow}, got {method:.20}", allow=allow)
+
+
+def unread(error: ValueError | RecursionError) -> ApiError:
+    """Return what is said of a body that is no JSON that can be read."""
+    if isinstance(error, UnicodeDecodeError):
+        return ApiError(400, f"the body is not in UTF-8: byte {error.start} fits no character")
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested hundreds of levels deep; send a flatter one")
+    return ApiError(400, "the body has a number of thousands of digits; send a shorter one")
 
 
 def _of_fields(first: Mapping[str, Any]) -> ApiError:
@@ -141,7 +172,8 @@ def _of_fields(first: Mapping[str, Any]) -> ApiError:
     name = ".".join(words)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
-    got = repr(first.get("input"))
+    value = first.get("input")
+    got = next((word for one, word in _WORDS if value is one), repr(value))
     shown = got if len(got) <= 100 else got[:100] + "..."
     if first["type"] == "value_error":  # of our own validators: a whole sentence
         said = str(first["ctx"]["error"])
@@ -152,6 +184,8 @@ def _of_fields(first: Mapping[str, Any]) -> ApiError:
     return ApiError(400, what if missing else f"{what}, got {shown}", param=name or None)
 
 
+_WORDS = ((None, "null"), (True, "true"), (False, "false"))
+"""JSON's words for what Python calls otherwise."""
 _EXPECTED = {
     "model_type": "expected an object",
     "model_attributes_type": "expected an object",

@@ -120,7 +120,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started_s, status, begun = time.perf_counter(), 0, False
+        started_s, status, begun, whole = time.perf_counter(), 0, False, False
+        method, asked_path = scope["method"], scope["path"]
         self._leave_root(scope)
         ARRIVED_S.set(scope.get(ARRIVED, started_s))
         body = _Body(scope)
@@ -132,7 +133,7 @@ class Gate:
         scope["headers"] = [*kept, (b"x-request-id", name.encode("latin-1"))]  # for replicas
 
         async def send_counted(message: Message) -> None:
-            nonlocal status, begun
+            nonlocal status, begun, whole
             if message["type"] == "http.response.start":
                 status, begun = message["status"], True
                 more = [(b"x-request-id", name.encode("latin-1"))]
@@ -140,12 +141,18 @@ class Gate:
                     more.append((b"connection", b"close"))
                 message["headers"] = [*message["headers"], *more]
             await send(message)
+            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             await self._turns.wait()
+            if asked_path == self._service.settings.root_path != "":
+                await _to_folder(asked_path, send_counted)
+                return
             self._check_key(scope)
             _check_form(scope)
-            await self._app(scope, self._bounded(scope, receive, body), send_counted)
+            # A HEAD is a GET of which the server sends the head.
+            read = {**scope, "method": "GET"} if method == "HEAD" else scope
+            await self._app(read, self._bounded(scope, receive, body), send_counted)
         except ApiError as error:
             if not begun:
                 await _refuse(error, scope["path"], send_counted)
@@ -155,19 +162,18 @@ class Gate:
         finally:
             self._service.metrics.answered(status or 499)
             if not (scope["path"] in _PROBES and status in (200, 503)):
-                client = scope.get("client") or ("", 0)
-                now = datetime.now().astimezone().isoformat(timespec="milliseconds")
                 _log.info(
                     json.dumps(
                         {
-                            "time": now,
+                            "time": log_time(),
                             "id": name,
-                            "client": client[0],
-                            "method": scope["method"],
+                            "client": _client(scope),
+                            "method": method,
                             "path": scope["path"],
                             "status": status or 499,
                             "seconds": round(time.perf_counter() - started_s, 4),
                             **tally,
+                            **({"complete": False} if begun and not whole else {}),
                         }
                     )
                 )
@@ -223,8 +229,27 @@ class Gate:
         return bounded
 
 
+def log_time() -> str:
+    """Return now, as every line of JSON in the log has it."""
+    return datetime.now().astimezone().isoformat(timespec="milliseconds")
+
+
+def _client(scope: Message) -> str:
+    """Return who asked: at a socket of the file system, whom the proxy there names last."""
+    if client := scope.get("client"):
+        return str(client[0])
+    return _header(scope, b"x-forwarded-for").decode("latin-1").rpartition(",")[2].strip()[:64]
+
+
 def _check_form(scope: Message) -> None:
-    """Refuse a body that is not called JSON: pages of other sites could send it unasked."""
+    """Refuse a body that is not called JSON (pages of other sites could send it), or compressed."""
+    coding = _header(scope, b"content-encoding").strip().lower()
+    if coding not in (b"", b"identity") and not _Body(scope).complete:
+        raise ApiError(
+            415,
+            "the body must be sent as it is, without 'Content-Encoding', got "
+            f"{coding.decode('latin-1'):.100}",
+        )
     kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
     if scope["method"] != "POST" or _Body(scope).complete or kind == b"application/json":
         return
@@ -245,6 +270,13 @@ def _header(scope: Message, name: bytes) -> bytes:
 
 def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the request's body is larger than {most} bytes (--max-body-bytes)")
+
+
+async def _to_folder(root: str, send: Send) -> None:
+    """Send a browser to the page's folder, to which its links are relative."""
+    place = [(b"location", f"{root}/".encode()), (b"content-length", b"0")]
+    await send({"type": "http.response.start", "status": 308, "headers": place})
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def _refuse(error: ApiError, path: str, send: Send) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
+import socket
 import threading
 import time
 from asyncio import TimerHandle, Transport
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -28,8 +30,11 @@ from llmpq.runtime.serve.service import Service
 _log = logging.getLogger("llmpq.serve")
 _HEAD_BYTES = 32 << 10
 """The most bytes of a request's head."""
-_IDLE_S = 10
-"""How long a connection may stay open between two requests."""
+_IDLE_S = 75
+"""How long a connection may stay open between two requests: longer than proxies keep theirs (60 s),
+which else send a request into a connection that closes."""
+_FULL_S = 10.0
+"""How often the log says that no further connection can be opened."""
 _POLL_S = 0.05
 _LOST_S = 1.0
 """How long a server whose engine is lost answers 503 before it ends: its clients hear of it."""
@@ -166,7 +171,40 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.failure: BaseException | None = None
         """What ended the engine, or kept it from loading."""
-        self._draining: asyncio.Task[None] | None = None
+        self._full_said_s = float("-inf")
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """End in order at SIGHUP, too, unless it is ignored (nohup)."""
+        with super().capture_signals():
+            hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
+            main = threading.current_thread() is threading.main_thread()
+            if not main or hang_up is None or signal.getsignal(hang_up) is signal.SIG_IGN:
+                yield
+                return
+            before = signal.signal(hang_up, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(hang_up, before)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        asyncio.get_running_loop().set_exception_handler(self._loop_error)
+        await super().startup(sockets=sockets)
+
+    def _loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say in one line that files ran out: asyncio has thousands of tracebacks a second."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._full_said_s + _FULL_S:
+            self._full_said_s = loop.time()
+            _log.warning(
+                "further connections wait: all file descriptors are in use (%s; 'ulimit -n', "
+                "LimitNOFILE of systemd)",
+                error.strerror,
+            )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end at the first signal, end at the second; called between two steps."""

@@ -18,7 +18,7 @@ from llmpq.runtime.request_output import CompletionDelta, Logprob
 from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.serve.errors import RETRY_AFTER_S, ApiError
-from llmpq.runtime.serve.gate import ARRIVED_S, REQUEST_ID, TALLY
+from llmpq.runtime.serve.gate import ARRIVED_S, REQUEST_ID, TALLY, log_time
 from llmpq.runtime.serve.metrics import AnswerClock, Metrics
 from llmpq.runtime.serve.parsers.reading import AnswerForm
 from llmpq.runtime.serve.response_store import ResponseStore
@@ -309,7 +309,7 @@ class Service:
         self._num_named += 1
         name = f"{REQUEST_ID.get() or 'request'}-{self._num_named}"
         if self.settings.log_prompts:
-            _log.info(json.dumps({"time": round(time.time(), 3), "id": name, "prompt": prompt}))
+            _log.info(json.dumps({"time": log_time(), "id": name, "prompt": prompt}))
         return name
 
     async def choices(

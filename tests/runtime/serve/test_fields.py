@@ -437,6 +437,7 @@ def test_thoughts_may_be_switched_on_and_off(server):
 def test_a_field_that_no_api_has_is_ignored_and_logged_once(server, caplog):
     for door in (*DOORS, *DOORS):
         assert post(server, door, asked(door, quux_of_mine=1, user="me", quuz=None))[0] == 200
+        assert post(server, door, asked(door, quux_of_yours=1, seed="x"))[0] == 400
     said = [r.getMessage() for r in caplog.records if "is ignored" in r.getMessage()]
     assert said == ["the field 'quux_of_mine' of a request is ignored: no API has it"]
 

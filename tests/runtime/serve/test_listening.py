@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
+import logging
+import signal
 import socket
 import ssl
 import subprocess
@@ -48,7 +51,7 @@ def asked(connection, method, path, body=None, headers=()):
     return answer.status, answer.read().decode()
 
 
-def test_a_socket_of_the_file_system_answers(two_stages, running, tmp_path):
+def test_a_socket_of_the_file_system_answers(two_stages, running, tmp_path, caplog):
     from llmpq.runtime.cli.serve import _require_free_socket
 
     path = str(tmp_path / "llmpq.sock")
@@ -57,6 +60,14 @@ def test_a_socket_of_the_file_system_answers(two_stages, running, tmp_path):
         assert asked(connection, "GET", "/health")[0] == 200
         status, text = asked(connection, "POST", "/v1/completions", ASK)
         assert status == 200 and json.loads(text)["usage"]["completion_tokens"] == 3
+        caplog.set_level(logging.INFO, logger="llmpq.serve.access")
+        by = {"X-Forwarded-For": "198.51.100.7, 203.0.113.9"}
+        assert asked(connection, "GET", "/v1/models", headers=by)[0] == 200
+        end_s, clients = time.monotonic() + 30, set()
+        while "203.0.113.9" not in clients and time.monotonic() < end_s:
+            lines = [r.getMessage() for r in caplog.records if r.name == "llmpq.serve.access"]
+            clients = {json.loads(line)["client"] for line in lines}
+        assert "203.0.113.9" in clients, "whom the proxy saw"
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", server.port), timeout=5)
         with pytest.raises(ValueError, match="another server listens"):
@@ -93,7 +104,61 @@ def test_a_proxys_path_is_answered_with_and_without_it(two_stages, running):
         told = json.loads(asked(connection, "GET", "/llm/openapi.json", headers=key)[1])
         assert told["servers"] == [{"url": "/llm"}]
         assert asked(connection, "GET", "/llmx/health", headers=key)[0] == 404
+        # The page's links are relative to the folder.
+        connection.request("GET", "/llm")
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["Location"], answer.read()) == (308, "/llm/", b"")
         assert server.service.settings.url("127.0.0.1", 80) == "http://127.0.0.1:80/llm"
+
+
+def test_a_connection_stays_open_longer_than_proxies_keep_theirs(server):
+    assert server.server.config.timeout_keep_alive > 60
+
+
+def test_files_that_run_out_are_one_line_of_the_log(server, caplog):
+    """asyncio calls it some 2,000 times a second for each socket that listens."""
+    loop = server.server.servers[0].get_loop()
+    context = {"message": "socket.accept() out of system resource"}
+    full = {**context, "exception": OSError(errno.EMFILE, "Too many open files")}
+    for _ in range(3):
+        server.server._loop_error(loop, full)
+    assert ["file descriptors" in r.getMessage() for r in caplog.records] == [True]
+    assert caplog.records[0].exc_info is None
+    server.server._loop_error(loop, {"message": "other", "exception": OSError(errno.EIO, "x")})
+    assert "other" in caplog.records[-1].getMessage()
+
+
+def test_a_server_may_open_as_many_files_as_its_user(monkeypatch):
+    import resource
+
+    from llmpq.runtime.cli.serve import MOST_DESCRIPTORS, _use_descriptors
+
+    for limits, wanted in (
+        ((1024, 4096), (4096, 4096)),
+        ((1024, 1 << 20), (MOST_DESCRIPTORS, 1 << 20)),
+        ((1024, resource.RLIM_INFINITY), (MOST_DESCRIPTORS, resource.RLIM_INFINITY)),
+        ((1 << 20, 1 << 20), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ):
+        made = []
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        monkeypatch.setattr(resource, "setrlimit", lambda _, pair, made=made: made.append(pair))
+        _use_descriptors()
+        assert made == ([] if wanted is None else [wanted])
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_hang_up_ends_in_order_unless_it_is_ignored(server, monkeypatch, ignored):
+    ends = []
+    monkeypatch.setattr(server.server, "handle_exit", lambda number, frame: ends.append(number))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with server.server.capture_signals():
+            signal.raise_signal(signal.SIGHUP)
+        assert ends == ([] if ignored else [signal.SIGHUP])
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_watchers_paths_and_metrics(server):

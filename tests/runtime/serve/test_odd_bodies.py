@@ -46,8 +46,11 @@ TOOL = {"type": "function", "function": {"name": "find"}}
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
-        (COMPLETIONS, b"[" * 100_000, 400, "the body cannot be read"),
-        (COMPLETIONS, b'{"prompt": "\xff"}', 400, "the body cannot be read"),
+        (COMPLETIONS, b"[" * 100_000, 400, "nested hundreds of levels deep"),
+        (COMPLETIONS, b'{"prompt": "\xff"}', 400, "not in UTF-8: byte 12 fits no character"),
+        (COMPLETIONS, b'{"seed": ' + b"9" * 5000 + b"}", 400, "thousands of digits"),
+        (COMPLETIONS, b"null", 400, "expected an object, got null"),
+        (COMPLETIONS, completion(max_tokens=True), 400, "got true"),
         (COMPLETIONS, completion(model="\ud800"), 404, "the model '\\ud800' does not exist"),
         (COMPLETIONS, completion(logit_bias={"\ud800": 1}), 400, "got '\\ud800'"),
         (COMPLETIONS, completion(logit_bias={"x": float("nan")}), 400, "must map tokens to"),

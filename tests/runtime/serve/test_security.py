@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import socket
 import threading
@@ -199,6 +200,68 @@ def test_a_client_that_never_reads_is_hung_up_on_and_its_blocks_are_free(two_sta
         assert b'finished_reason="abort"' in server.service.metrics.text(), "none was finished"
         for one in deaf:
             one.close()
+
+
+POSTED = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize")
+
+
+@pytest.mark.parametrize("path", POSTED)
+@pytest.mark.parametrize(
+    "rest", [b"Content-Length: 500\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"]
+)
+def test_a_client_that_goes_while_it_sends_its_body_leaves_a_line(server, caplog, path, rest):
+    caplog.set_level(logging.INFO, logger="llmpq.serve.access")
+    with connect(server) as client:
+        client.sendall(HEAD.replace(b"/v1/completions", path.encode()) + rest)
+        time.sleep(0.1)  # the request has begun
+    line = access_line(caplog)
+    assert (line["path"], line["status"]) == (path, 499)
+    assert not [r for r in caplog.records if r.exc_info], "no traceback"
+
+
+def test_the_log_says_which_streams_were_cut_off(server, caplog):
+    caplog.set_level(logging.INFO, logger="llmpq.serve.access")
+    connection, answer = begun(server)
+    answer.close()
+    connection.close()
+    line = access_line(caplog)
+    assert line["status"] == 200 and line["complete"] is False
+    caplog.clear()
+    connection, answer = begun(server)
+    answer.read()
+    connection.close()
+    assert "complete" not in access_line(caplog)
+
+
+def access_line(caplog):
+    """Return the access log's only line, once it is written."""
+    end_s = time.monotonic() + 30
+    while time.monotonic() < end_s:
+        lines = [r.getMessage() for r in caplog.records if r.name == "llmpq.serve.access"]
+        if lines:
+            assert len(lines) == 1
+            return json.loads(lines[0])
+        time.sleep(0.02)
+    raise AssertionError("the log has no line")
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br, gzip"])
+def test_a_compressed_body_is_refused_as_such(server, coding):
+    headers = {"Content-Encoding": coding}
+    status, _, body = ask(server, "POST", "/v1/completions", {"prompt": "a"}, headers)
+    assert status == 415 and f"without 'Content-Encoding', got {coding}" in body.decode()
+    plain = {"Content-Encoding": "identity"}
+    assert ask(server, "POST", "/tokenize", {"prompt": "a"}, plain)[0] == 200
+
+
+def test_a_method_that_a_path_has_not_is_answered_with_those_it_has(server):
+    for path, method, allow in (
+        ("/v1/completions", "PUT", "POST"),
+        ("/v1/responses/x", "PUT", "DELETE, GET, HEAD"),
+        ("/", "DELETE", "GET, HEAD"),
+    ):
+        status, headers, _ = ask(server, method, path)
+        assert (status, headers["Allow"]) == (405, allow)
 
 
 def test_pages_of_other_sites_may_ask_only_where_that_was_said(server, two_stages, running):

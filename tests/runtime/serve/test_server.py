@@ -111,7 +111,7 @@ def test_metrics_count_what_was_answered(server):
 
 
 def test_probes_may_ask_for_the_head_alone(server):
-    for path in ("/health", "/ready", "/ping"):
+    for path in ("/health", "/ready", "/ping", "/", "/v1/models", "/metrics"):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
         connection.request("HEAD", path)
         answer = connection.getresponse()
@@ -168,6 +168,12 @@ def test_times_are_counted_from_the_arrival_of_a_requests_head(server):
         ("/v1/completions", b"", 400, "the body"),
         ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "half a character"),
         ("/v1/nothing", {}, 404, "nothing answers '/v1/nothing'"),
+        ("/v1/v1/chat/completions", {}, 404, "did you mean /v1/chat/completions?"),
+        ("/v1/chat/completion", {}, 404, "did you mean /v1/chat/completions?"),
+        ("/messages", {}, 404, "did you mean /v1/messages?"),
+        ("//v1/completions", {}, 404, "did you mean /v1/completions?"),
+        ("/v1/models", {}, 405, "'/v1/models' takes GET, HEAD, got POST"),
+        ("/v1/completions", None, 405, "'/v1/completions' takes POST, got GET"),
         ("/chat/completions", {}, 404, "did you mean /v1/chat/completions?"),
         ("/../../etc/passwd", None, 404, "nothing answers"),
         ("/v1/models/..%2f..%2fetc%2fpasswd", None, 404, "does not exist"),
