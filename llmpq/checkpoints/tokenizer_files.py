@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,16 @@ def backend_json(path: Path) -> str:
 def without_special_names(tokenizer: str) -> str:
     """Return a `tokenizer.json` whose special tokens have names that no text contains.
 
-    A text with such a name (`</s>` in a string of JSON) is then spelled with other tokens.
+    A text with such a name (`</s>` in a string of JSON) is then spelled with other tokens. So are
+    added tokens such as `<tool_call>` and `<b>`: llguidance takes those for special, whatever the
+    tokenizer says of them.
     """
     stored = json.loads(tokenizer)
-    added = [token for token in stored.get("added_tokens") or () if token.get("special")]
+    added = [
+        token
+        for token in stored.get("added_tokens") or ()
+        if token.get("special") or re.fullmatch("<.*>", token["content"])
+    ]
     names = {token["content"]: f"\ufdd0{token['id']}\ufdd1" for token in added}  # no characters
     for token in added:
         token["content"] = names[token["content"]]

@@ -13,6 +13,7 @@ from llmpq import LLM, SamplingParams, StructuredOutputsParams
 from llmpq.checkpoints.tokenizer_files import without_special_names
 from llmpq.runtime.guides import GrammarCompiler
 from llmpq.runtime.models.ruled_sampling import unpacked
+from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import Guide, Thought
 
 pytestmark = pytest.mark.cpu
@@ -182,21 +183,42 @@ def test_a_grammar_may_name_special_tokens(demo_model):
         compiler.check(Guide(kind="grammar", text='start: "a" <|nothing|>'))
 
 
+def test_names_of_added_tokens_in_a_guide_are_text(demo_model, tmp_path):
+    """Qwen's `<tool_call>` and Gemma's `<b>` are no special tokens; llguidance takes them so."""
+    stored = json.loads((demo_model / "tokenizer.json").read_text())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    names = ["<tool_call>", "<b>", "[x]"]
+    for token, name in enumerate(names, start=4096):
+        stored["added_tokens"].append({"id": token, "content": name, "special": False, **plain})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    compiler = GrammarCompiler(tmp_path, vocab=4099, end_ids=[0])
+    tokenizer = Tokenizer(tmp_path)
+    for text in (*names, "a<tool_call>{}", "<b>x</b>"):
+        automaton = compiler.compile(Guide(kind="choice", text=json.dumps([text])))
+        tokens: list[int] = []
+        while 0 not in tokens:
+            (mask,) = unpacked(automaton.allowed_of([(automaton, tokens)], 4099)(), 4099)
+            tokens.append(int(mask.nonzero()[0]))
+        assert automaton.failure is None and tokenizer.decode(tokens[:-1]) == text
+
+
 @pytest.mark.parametrize("model", ["BPE", "Unigram"])
 def test_special_tokens_without_names_keep_their_places(model):
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
 
     pieces = ["<unk>", "</s>", "a", "b", "ab", "<", "/", "s", ">"]
-    made = Tokenizer(
+    made = Backend(
         models.BPE({p: i for i, p in enumerate(pieces)}, [("a", "b")], unk_token="<unk>")
         if model == "BPE"
         else models.Unigram([(p, -1.0) for p in pieces], unk_id=0)
     )
     made.add_special_tokens(["<unk>", "</s>", "<more>"])
-    unnamed = Tokenizer.from_str(without_special_names(made.to_str()))
-    assert made.encode("ab</s>").ids == [4, 1]
-    assert unnamed.encode("ab</s>").ids == [4, 5, 6, 7, 8]
-    assert unnamed.get_vocab_size() == made.get_vocab_size() == 10
+    made.add_tokens(["<ab>", "[s]"])
+    unnamed = Backend.from_str(without_special_names(made.to_str()))
+    assert made.encode("ab</s><ab>[s]").ids == [4, 1, 10, 11]
+    assert unnamed.encode("ab</s><ab>[s]").ids == [4, 5, 6, 7, 8, 5, 4, 8, 11]
+    assert unnamed.get_vocab_size() == made.get_vocab_size() == 12
     assert {t for t, own in unnamed.get_added_tokens_decoder().items() if own.special} == {0, 1, 9}
 
 
