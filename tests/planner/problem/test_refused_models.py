@@ -309,7 +309,11 @@ def test_what_is_left_out_is_named() -> None:
 def test_the_planner_says_what_is_left_out_and_what_no_gpu_runs(capsys: Any) -> None:
     words = "--batch 2 --prompt-len 64 --gen-len 8 --method uniform"
     mtp = (
-        ("glm-4.5-air", "4090:8,H100:2", "1 layer for further tokens (MTP): drafts with it (--sp"),
+        (
+            "glm-4.5-air",
+            "4090:8,H100:2",
+            "1 layer for further tokens (MTP): --speculate mtp drafts",
+        ),
         ("qwen3.5-27b", "cpu=99GB+60GB/s+8threads", "(MTP): --speculate mtp drafts with the first"),
     )
     for model, devices, note in mtp:

@@ -229,7 +229,7 @@ def test_refused_drafts_leave_no_state(
 @pytest.mark.parametrize(
     ("kind", "mode", "splits"),
     [
-        ("olmo_hybrid", "qspec", ()),
+        pytest.param("olmo_hybrid", "qspec", (), marks=pytest.mark.seldom),
         ("bamba", "kv4", ()),
         ("lfm2", "w4kv4", (1,)),
     ],
