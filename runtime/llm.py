@@ -238,6 +238,8 @@ class LLM:
         `del llm` does the same once nothing else refers to it, and so does the script's end.
         """
         self._end_engine()
+        if os.getpid() == self._process:
+            self._prompts.close()
 
     @property
     def plan(self) -> Plan:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
@@ -38,6 +40,8 @@ ALONE = {
     **{name: (name,) for name in ("interpret", "compile", "cluster", "hosts_long")},
 }
 """What `-m` may ask for alone, and the marks that a file of it has."""
+PLAN = ("benchmarks", "clusters", "docs", "llmpq", "planner")
+"""Folders whose tests plan, and run no engine."""
 APART = frozenset((*ALONE, "hosts")) - {"quick"}
 """Tiers that are asked for alone: a file of nothing else has no test of another."""
 LONGEST = (
@@ -174,11 +178,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     _end_watch()
 
 
-def _end_watch() -> None:
-    """End the thread that a progress bar of a test before has left, and let none begin.
+@pytest.fixture(scope="module", autouse=True)
+def _without_threads_of_before(request: pytest.FixtureRequest) -> None:
+    """End the threads of engines that tests before have dropped, where a file may plan.
 
     Beside any other thread the planner forks no search: it starts an interpreter for each.
     """
+    room = request.path.relative_to(Path(__file__).parent).parts[0]
+    if room in PLAN and threading.active_count() > 1:
+        gc.collect()  # pools of threads end with what they belong to
+
+
+def _end_watch() -> None:
+    """End the thread that a progress bar of a test before has left, and let none begin."""
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if bars is None:
         return

@@ -336,6 +336,7 @@ def serve(
         control.close()
         if service.llm is not None:
             service.llm.close()
+        service.close()
     return server.failure
 
 

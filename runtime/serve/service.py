@@ -295,6 +295,10 @@ class Service:
             answers.give_up()
             self.num_under_way -= self._left.pop(answers, 0)
 
+    def close(self) -> None:
+        """End the threads for texts."""
+        self._threads.close()
+
     async def read_text(self, work: Callable[[], _T], length: int) -> _T:
         """Return what `work` on a text returns, beside the event loop if that takes long."""
         try:

@@ -91,6 +91,11 @@ class RequestFactory:
         self._lock = Lock()
         self._num_requests = 0
 
+    def close(self) -> None:
+        """End the threads for texts."""
+        self.threads.close()
+        self.guide_threads.close()
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; `ValueError` where there is none."""

@@ -32,13 +32,20 @@ class TextThreads:
         self._several = ThreadPoolExecutor(4, thread_name_prefix="llmpq text")
         self._one = ThreadPoolExecutor(1, thread_name_prefix="llmpq long text")
         self._num_long, self._lock = 0, Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Let the threads end; a text that comes later is read by its caller."""
+        self._closed = True
+        self._several.shutdown(wait=False)
+        self._one.shutdown(wait=False)
 
     async def run(self, work: Callable[[], _T], length: int) -> _T:
         """Return what `work` on a text of such a length returns; a short one is done at once.
 
         `TooManyTextsError` where `MAX_WAITING` long ones are under way.
         """
-        if length <= QUICK_LENGTH:
+        if length <= QUICK_LENGTH or self._closed:
             return work()
         loop = asyncio.get_running_loop()
         if length <= LONG_LENGTH:

@@ -138,13 +138,14 @@ def requests(prompts: list[list[int]], **more: Any) -> list[Request]:
     return [Request(id=i, prompt=tuple(p), max_new=NEW, **more) for i, p in enumerate(prompts)]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     ("splits", "step_tokens", "gamma", "make"),
     [
         ((), 1, 1, Scheduler),
         ((), 64, 3, Preempting),
-        ((2,), 33, 7, Scheduler),
         ((1, 3), 64, 2, Preempting),
+        ((2,), 33, 7, Scheduler),
     ],
 )
 def test_drafts_of_the_head_change_no_token(
@@ -170,6 +171,7 @@ def test_drafts_of_the_head_change_no_token(
     assert hits > 0 or step_tokens == 1 or stages.spec.recurrent is not None
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(("splits", "shares"), [((), [(2, 1)]), ((2,), [(1, 1), (3, 1)])])
 def test_devices_that_share_stages_draft_with_the_head(
     either: MtpModel, jobs: Any, make_plan: Any, splits: Any, shares: Any
@@ -212,6 +214,7 @@ def test_a_request_that_ends_leaves_others_their_tokens(
     assert {i: found[i] for i in found if i != 1} == {i: expected[i] for i in found if i != 1}
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kv", ["kv16", "kv8", "kv4"])
 def test_packed_caches_draft_too(either: MtpModel, jobs: Any, make_plan: Any, kv: str) -> None:
     """A prompt beyond a block: the head's cache is packed as the model's."""
@@ -242,6 +245,7 @@ def test_sampled_tokens_do_not_depend_on_the_number_of_stages(
     assert found[0] == found[1]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("bits", ["w16a16", "w8a16", "w4a16"])
 def test_a_plan_counts_what_the_head_takes(either: MtpModel, make_plan: Any, bits: str) -> None:
     """On the last stage: its layer at the plan's bits, the embedding it needs, its cache."""

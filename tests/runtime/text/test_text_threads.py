@@ -73,3 +73,17 @@ def test_long_texts_wait_for_each_other_and_not_without_end():
 
     asyncio.run(run())
     assert most[0] == 1
+
+
+def test_closed_threads_end_and_texts_are_read_where_they_are():
+    threads = TextThreads()
+    before = set(threading.enumerate())
+    for length in (QUICK_LENGTH + 1, LONG_LENGTH + 1):
+        assert asyncio.run(threads.run(thread_name, length)).startswith("llmpq")
+    own = set(threading.enumerate()) - before
+    threads.close()
+    for thread in own:
+        thread.join(10)
+    assert len(own) == 2 and not any(thread.is_alive() for thread in own)
+    for length in (QUICK_LENGTH + 1, LONG_LENGTH + 1):
+        assert asyncio.run(threads.run(thread_name, length)) == ""
