@@ -45,6 +45,7 @@ from llmpq.planner.problem.stored_precisions import (
     fp8_note,
     kept_grid,
     offered,
+    rounded_of_gguf,
     stored_layers,
     tells_layers,
 )
@@ -535,8 +536,8 @@ def _rounded_shares(
 ) -> dict[Precision, tuple[float, ...]] | None:
     """Return of each layer the share of weights that each precision rounds; None: all weights.
 
-    Layers whose codes say nothing of linears (GGUF's mixtures, Atom's) are kept where they are
-    served as they are stored.
+    Layers whose codes say nothing of linears (Atom's) are kept where they are served as they are
+    stored.
     """
     if not stored:
         return None
@@ -546,7 +547,11 @@ def _rounded_shares(
         if scheme is not None:
             shares = rounded_shares(codes, spec, scheme)
             found[precision] = tuple(
-                share if own else float(layer.stored is not precision)
+                rounded_of_gguf(layer, scheme)
+                if layer.kinds
+                else share
+                if own
+                else float(layer.stored is not precision)
                 for share, own, layer in zip(shares, codes, stored, strict=True)
             )
     return found

@@ -60,12 +60,14 @@ from llmpq.planner.problem.described_headers import (
     described_headers,
     is_described,
 )
-from llmpq.precision import Precision
+from llmpq.precision import Precision, WeightScheme
 
 Source = str | Path | Mapping[str, Any]
 """A directory, a GGUF file, or a config without files: a built-in model's."""
 
 GGUF_LAYER = re.compile(r"blk\.(\d+)\.")
+GGUF_ROUTER = "ffn_gate_inp"
+"""Never rounded."""
 GGUF_BITS = {
     **dict.fromkeys(("F32", "F16", "BF16"), Precision.W16A16),
     **dict.fromkeys(("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0"), Precision.W8A16),
@@ -83,6 +85,8 @@ class StoredLayer:
     served: tuple[Precision, ...]
     rounds_fp8: bool = False
     """Whether it has FP8 linears beside codes of fewer bits, to which their numbers are rounded."""
+    kinds: tuple[tuple[str, int], ...] = ()
+    """Of a GGUF file: types of blocks, and how many weights have each."""
     others_beside: bool = False
     """Whether it has 4-bit codes of a table, kept at 8 bits, too, and linears without such."""
 
@@ -98,6 +102,30 @@ GGUF_GROUP = 32
 """Weights of a block that share a scale."""
 
 
+GGUF_CODE_BITS = {"Q8_0": 8, "Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q4_K": 4, "Q5_K": 5}
+"""Type of blocks -> bits of codes that a grid in groups of 32 holds as they are."""
+
+
+def keeps_gguf_codes(kind: str, scheme: WeightScheme) -> bool:
+    """Whether a layer of this scheme keeps the codes of a GGUF file's type of blocks."""
+    if scheme.activation_bits != 16 or scheme.bits not in (4, 8):
+        return False
+    if kind == "MXFP4":
+        return True
+    if scheme.group_size != GGUF_GROUP:
+        return False
+    if kind in ("IQ4_NL", "IQ4_XS"):
+        return True
+    centred = kind in CENTRED or not scheme.symmetric
+    return centred and GGUF_CODE_BITS.get(kind, 16) <= scheme.bits
+
+
+def rounded_of_gguf(layer: StoredLayer, scheme: WeightScheme) -> float:
+    """Return the share of a layer's weights whose codes in a GGUF file a scheme rounds again."""
+    rounded = sum(count for kind, count in layer.kinds if not keeps_gguf_codes(kind, scheme))
+    return rounded / max(1, sum(count for _, count in layer.kinds))
+
+
 def gguf_grid(path: str | Path) -> Quantization | None:
     """Return the grid on which a GGUF file's codes are kept as they are; None without one."""
     tensors = open_gguf(path).tensors.items()
@@ -109,14 +137,20 @@ def gguf_grid(path: str | Path) -> Quantization | None:
 def stored_in_gguf(file: GgufFile, num_layers: int) -> tuple[StoredLayer, ...] | None:
     """Return how every layer of a GGUF file is stored; None where none is quantised."""
     weights: list[Counter[Precision]] = [Counter() for _ in range(num_layers)]
+    kinds: list[Counter[str]] = [Counter() for _ in range(num_layers)]
     for name, tensor in file.tensors.items():
         match = GGUF_LAYER.match(name)
         if match is not None and len(tensor.shape) > 1 and int(match[1]) < num_layers:
             weights[int(match[1])][GGUF_BITS[tensor.kind]] += prod(tensor.shape)
+            if GGUF_ROUTER not in name:
+                kinds[int(match[1])][tensor.kind] += prod(tensor.shape)
     stored = [max(found, key=lambda p: found[p], default=Precision.W16A16) for found in weights]
     if all(precision is Precision.W16A16 for precision in stored):
         return None
-    return tuple(StoredLayer(stored=p, served=tuple(Precision)) for p in stored)
+    return tuple(
+        StoredLayer(stored=p, served=tuple(Precision), kinds=tuple(found.items()))
+        for p, found in zip(stored, kinds, strict=True)
+    )
 
 
 QUANTIZATION = "config.json, quantization_config"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from llmpq.checkpoints.gguf_file import BLOCKS, open_gguf
 from llmpq.kernels.weights.codebook_weight import CodebookWeight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.problem.stored_precisions import stored_layers
+from llmpq.planner.problem.stored_precisions import keeps_gguf_codes, stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.cli.quantize import main as quantize_main
 from llmpq.runtime.step import Step
@@ -552,6 +553,25 @@ def test_blocks_are_the_numbers_that_gguf_says(form: str, tmp_path: Path) -> Non
     assert (tensor.kind, tensor.shape) == (form, (3, 512))
     want = torch.from_numpy(gguf.quants.dequantize(stored, number))
     assert torch.equal(values_of(tensor).float(), want)
+
+
+@pytest.mark.parametrize("form", ["Q8_0", "Q5_0", "Q5_1", "Q5_K", "Q4_0", "Q4_1", "Q4_K", "Q6_K"])
+def test_the_planner_knows_which_codes_are_kept(form: str, tmp_path: Path) -> None:
+    number = gguf.GGMLQuantizationType[form]
+    array = np.random.default_rng(5).normal(size=(3, 512)).astype(np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "t.gguf", "llama")
+    writer.add_tensor("blk.0.attn_q.weight", stored_as(array, number), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    piece = codes_of(open_gguf(tmp_path / "t.gguf").tensors["blk.0.attn_q.weight"], None)
+    for bits, group, symmetric in product((3, 4, 8), (32, 128), (False, True)):
+        scheme = WeightScheme(bits=bits, group_size=group, symmetric=symmetric)
+        held = None
+        if piece is not None:
+            held = kept_weight([piece], [form], scheme, torch.float32, lambda rows: rows)
+        assert keeps_gguf_codes(form, scheme) == (held is not None), scheme
 
 
 def test_block_sizes_are_those_of_the_package() -> None:
