@@ -164,7 +164,7 @@ def test_a_number_that_is_none_is_a_sentence(
 
 
 def test_changes_with_a_comma_are_one_change(capsys: pytest.CaptureFixture[str]) -> None:
-    job = "--model llama-3.1-8b --batch 2 --bits 8 --engines 1"
+    job = "--model llama-3.1-8b --batch 2 --bits 8 --engines 1 --tensor-parallel 1"
     for change, devices, flags in (
         ("-3090,+5090", "4090,3090,5090", ""),
         ("+5090,-3090:2,batch=4,bits=4,8", "4090,5090", "--batch 4 --bits 4,8"),
