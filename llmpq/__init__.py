@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from llmpq.plan import Plan as Plan
     from llmpq.planner.make import make_plan as make_plan
     from llmpq.runtime.llm import LLM as LLM
+    from llmpq.runtime.llm import EngineOptions as EngineOptions
     from llmpq.runtime.llm import RequestOutput as RequestOutput
     from llmpq.runtime.llm import SamplingParams as SamplingParams
     from llmpq.runtime.llm import StructuredOutputsParams as StructuredOutputsParams
 
 _DOOR = {
     "LLM": "llmpq.runtime.llm",
+    "EngineOptions": "llmpq.runtime.llm",
     "SamplingParams": "llmpq.runtime.llm",
     "StructuredOutputsParams": "llmpq.runtime.llm",
     "RequestOutput": "llmpq.runtime.llm",
@@ -39,6 +41,7 @@ _DOOR = {
 
 __all__ = [
     "LLM",
+    "EngineOptions",
     "Plan",
     "RequestOutput",
     "SamplingParams",

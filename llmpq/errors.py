@@ -85,6 +85,14 @@ class DeadlineError(LlmpqError):
         self.deadline = deadline
 
 
+class ContextLengthError(ValueError):
+    """A prompt, or a prompt and its answer, for which there is no room."""
+
+
+class GuideError(ValueError):
+    """A guide (`structured_outputs`) that cannot be followed."""
+
+
 class RequestFailedError(RuntimeError):
     """A request that ends whatever stage computes it; the others go on without it."""
 

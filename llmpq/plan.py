@@ -605,13 +605,21 @@ class Plan(FileForm):
         """Read a plan file of one engine; `BadPlanError` names what is wrong with it."""
         try:
             data = read_json(path)
+        except ValueError as error:
+            raise BadPlanError(str(error)) from None
+        return cls.from_data(data, where=str(path))
+
+    @classmethod
+    def from_data(cls, data: object, *, where: str) -> Plan:
+        """Return the plan of a file's data; `BadPlanError` names what is wrong with it."""
+        try:
             if isinstance(data, dict) and isinstance(data.get("engines"), list):
                 raise ValueError(
-                    f"'{path}' is a plan of {len(data['engines'])} engines, expected one of a "
+                    f"'{where}' is a plan of {len(data['engines'])} engines, expected one of a "
                     "single engine: make it with llmpq-algo --engines 1; llmpq-dist run and serve, "
                     "and llmpq.runtime.engines.Engines in Python, take several"
                 )
-            return cls.parse_data(data, where=str(path))
+            return cls.parse_data(data, where=where)
         except ValueError as error:
             raise BadPlanError(str(error)) from None
 

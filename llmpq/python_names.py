@@ -19,7 +19,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial, wraps
 from typing import Any
 
-from llmpq.errors import LlmpqError
+from llmpq.errors import LlmpqError, nearest
 
 _COMMAND = re.compile(r"((?:llmpq-\w+|ray start|hf \w+|pip install)\b[^;:,()]*)")
 _FLAG = re.compile(
@@ -83,9 +83,18 @@ def _arguments(called: Any) -> set[str]:
 
 def _spelling(function: Any, arguments: Collection[str], called: str) -> Any:
     spell: Callable[[str], str] = partial(in_python, arguments=arguments, called=called)
+    parameters = inspect.signature(function).parameters
+    named = [p.name for p in parameters.values() if p.kind is not p.POSITIONAL_ONLY]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    whose = called if called == function.__name__ else f"{called}.{function.__name__}"
 
     @wraps(function)
     def door(*args: Any, **options: Any) -> Any:
+        for name in () if takes_all else options:
+            if name not in named:
+                raise TypeError(
+                    f"{whose} has no argument '{name}': {nearest(name, named)}see help({whose})"
+                )
         try:
             return function(*args, **options)
         except (ValueError, LlmpqError) as error:

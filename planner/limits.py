@@ -32,15 +32,19 @@ def check_job(batch: int, prompt_len: int, gen_len: int) -> None:
 
 def whole(flag: str, value: int, most: int, *, least: int = 1, why: str = "") -> int:
     """Return a flag's whole number; `ValueError` outside of its range."""
-    if not isinstance(value, int) or not least <= value <= most:
+    if type(value) is not int:
+        raise ValueError(
+            f"{flag} must be a whole number, {least:,} to {most:,}, got {value!r}{why}"
+        )
+    if not least <= value <= most:
         raise ValueError(f"{flag} must be between {least:,} and {most:,}, got {value}{why}")
     return value
 
 
 def positive(flag: str, value: int) -> int:
     """Return a flag's number; `ValueError` when it is not above zero."""
-    if not isinstance(value, int) or value <= 0:
-        raise ValueError(f"{flag} must be a positive number, got {value}")
+    if type(value) is not int or value <= 0:
+        raise ValueError(f"{flag} must be a positive number, got {value!r}")
     return value
 
 

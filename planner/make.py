@@ -7,7 +7,10 @@ they must (planner/front/preference.py).
 
 from __future__ import annotations
 
+import operator
+from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +19,7 @@ from typing import Any, Literal
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import at_revision
 from llmpq.cluster import Cluster
+from llmpq.commands.command_line import token_count
 from llmpq.cost_model import CostModel
 from llmpq.default_dtype import dtype_note
 from llmpq.errors import DoesNotFitError, unknown_name
@@ -45,14 +49,14 @@ def make_plan(
     model: str | Path,
     *,
     revision: str | None = None,
-    devices: str | None = None,
+    devices: str | Sequence[str] | None = None,
     cluster: str | Path | None = None,
     batch: int = 16,
-    prompt_len: int | None = None,
-    gen_len: int = 100,
-    context: int | None = None,
-    bits: str | None = None,
-    kv: str = "16",
+    prompt_len: int | str | None = None,
+    gen_len: int | str = 100,
+    context: int | str | None = None,
+    bits: str | int | Sequence[int | str] | None = None,
+    kv: str | int | Sequence[int | str] = "16",
     dtype: str = "auto",
     gpu_memory_utilization: float | None = None,
     costs: str | Path | None = None,
@@ -60,15 +64,16 @@ def make_plan(
     prefer: Prefer | None = None,
     theta: float | None = None,
     quality_budget: float | None = None,
-    reserve: str | None = None,
+    reserve: str | int | None = None,
     method: str | None = None,
     tensor_parallel: int | str | None = None,
     time_limit_s: float = 60.0,
 ) -> Plan:
     """Return the best plan of one engine, as `llmpq-algo --engines 1` and the flags of these names.
 
-    The devices are `devices` ("4090,3090:2,cpu"), those of a cluster file, or this machine's. Of
-    `prompt_len` (512 tokens unless said) and `context`, prompt and answer together, one is given.
+    The devices are `devices` ("4090,3090:2,cpu", or a list of such), those of a cluster file, or
+    this machine's. Of `prompt_len` (512 tokens unless said) and `context`, prompt and answer
+    together, one is given; lengths may be texts, "32k". `bits` and `kv`: "4,8", 8 or [4, 8].
     """
     for name, value, allowed in (
         ("dtype", dtype, DTYPES),
@@ -83,20 +88,21 @@ def make_plan(
         raise ValueError(f"{' and '.join(stated)} both say which plan is best: give one of them")
     if context is not None and prompt_len is not None:
         raise ValueError("--context is prompt and answer together: give it or --prompt-len")
-    texts = {"devices": devices, "bits": bits, "kv": kv, "reserve": reserve}
+    given = {"devices": devices, "bits": bits, "kv": kv, "reserve": reserve}
+    texts = {name: _joined(value) for name, value in given.items()}
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):
             raise ValueError(f"--{name} must be text, such as {EXAMPLES[name]}, got {value!r}")
     request = PlanRequest(
         model=at_revision(model, revision),
-        devices=devices,
+        devices=texts["devices"],
         cluster=None if cluster is None else str(cluster),
-        batch=batch,
-        prompt_len=512 if prompt_len is None else prompt_len,
-        gen_len=gen_len,
-        context=context,
-        bits=bits,
-        kv=kv,
+        batch=_plain(batch),
+        prompt_len=512 if prompt_len is None else _length(prompt_len),
+        gen_len=_length(gen_len),
+        context=_length(context),
+        bits=texts["bits"],
+        kv=texts["kv"],
         dtype=dtype,
         gpu_memory_utilization=gpu_memory_utilization,
         costs=None if costs is None else str(costs),
@@ -104,7 +110,7 @@ def make_plan(
         prefer=prefer,
         theta=theta,
         quality_budget=quality_budget,
-        reserve=reserve,
+        reserve=texts["reserve"],
         method=method,
         tensor_parallel=None if tensor_parallel is None else str(tensor_parallel),
         time_limit=time_limit_s,
@@ -126,6 +132,27 @@ def make_plan(
         raise DoesNotFitError(refused)
     shared = one_engine(problem, best, options, path)
     return (best if shared is None else shared.single or best).plan
+
+
+def _joined(given: Any) -> Any:
+    """Return names or bits that are a list, or one number, as the text that flags have."""
+    if isinstance(given, (list, tuple)):
+        return ",".join(map(str, given))
+    return str(_plain(given)) if type(_plain(given)) is int else given
+
+
+def _plain(given: Any) -> Any:
+    """Return NumPy's integers as Python's; what is none stays."""
+    is_whole = hasattr(given, "__index__") and not isinstance(given, (bool, int))
+    return operator.index(given) if is_whole else given
+
+
+def _length(given: Any) -> Any:
+    """Return a length in tokens that is a text, such as "32k", as a number; what is none stays."""
+    if isinstance(given, str):
+        with suppress(ArgumentTypeError):
+            return token_count(given)
+    return _plain(given)
 
 
 EXAMPLES = {"devices": '"4090,3090:2,cpu"', "bits": '"4,8"', "kv": '"16,8"', "reserve": '"1GiB"'}

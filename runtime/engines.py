@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from llmpq.errors import LlmpqError
+from llmpq.errors import BadPlanError, LlmpqError
 from llmpq.plan import Plan
 from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.launch.engine_thread import RequestOutputDelta
@@ -106,6 +106,8 @@ class Engines:
 
         `start=False`: prompts can be prepared, and `start` loads the model.
         """
+        if isinstance(plan, Plan):
+            raise BadPlanError("the plan is of one engine, which LLM(plan=...) runs")
         topology = plan if isinstance(plan, Topology) else Topology.load(plan)
         options = options or EngineOptions()
         self.plan = topology

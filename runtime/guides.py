@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.checkpoints.tokenizer_files import backend_json, without_special_names
+from llmpq.errors import GuideError
 from llmpq.runtime.guide_schema import Schema, followable, in_our_terms
-from llmpq.runtime.token_rules import Guide, GuideError, Thought
+from llmpq.runtime.token_rules import Guide, Thought
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -68,7 +68,13 @@ from llmpq.runtime.text.request_factory import (
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import LogprobOutput
 from llmpq.runtime.trace import MAX_EVENTS, LoadReport, StageRecord, joined, write_chrome_trace
-from llmpq.runtime.vllm_options import VLLM_CALLS, VLLM_METHODS, without_neutral
+from llmpq.runtime.vllm_options import (
+    OTHER_OPTIONS,
+    VLLM_CALLS,
+    VLLM_METHODS,
+    VLLM_SAMPLING,
+    without_neutral,
+)
 from llmpq.runtime.weights.ram_folder import ram_folder
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
@@ -79,6 +85,7 @@ __all__ = [
 
 _log = logging.getLogger("llmpq.runtime")
 _Last = Callable[[PipelineClient], None]
+_SAMPLING = frozenset(SamplingParams.__dataclass_fields__)
 _PROGRESS_S = 0.25
 """How often a caller that waits for answers hears how far they are."""
 
@@ -86,6 +93,7 @@ _PROGRESS_S = 0.25
 class LLM:
     """A model that is loaded and answers prompts; `with`, `close` or `del` ends it."""
 
+    _closed = False
     _inbox: OutputQueue | None = None
     _entrance: AsyncSubmitter
 
@@ -147,7 +155,9 @@ class LLM:
             self.start()
 
     def start(self) -> None:
-        """Start the stages and load the weights, unless they are."""
+        """Start the stages and load the weights, unless they are; a closed LLM stays closed."""
+        if self._closed or (self._running is not None and not self._is_up):
+            raise RuntimeError("this LLM is closed; make another one")
         if self._running is not None:
             return
         started_s, cluster = time.perf_counter(), self._options.cluster
@@ -199,13 +209,23 @@ class LLM:
     def _engine(self) -> EngineThread:
         self._require_process()
         if self._running is None:
-            raise RuntimeError("this LLM has not been started; call start()")
+            raise RuntimeError(
+                "this LLM is closed; make another one"
+                if self._closed
+                else "this LLM has not been started; call start()"
+            )
         return self._running
+
+    @property
+    def _is_up(self) -> bool:
+        return bool(getattr(self._end_engine, "alive", False))
 
     def __repr__(self) -> str:
         state = "not started"
         if self._running is not None:
-            state = "running" if getattr(self._end_engine, "alive", False) else "closed"
+            state = "running" if self._is_up else "closed"
+        elif self._closed:
+            state = "closed"
         stages = ", ".join(stage.device for stage in self._plan.places)
         return f"<LLM {self._spec.name} on {stages}, {self.max_model_len} tokens, {state}>"
 
@@ -237,6 +257,7 @@ class LLM:
 
         `del llm` does the same once nothing else refers to it, and so does the script's end.
         """
+        self._closed = True
         self._end_engine()
         if os.getpid() == self._process:
             self._prompts.close()
@@ -607,6 +628,9 @@ class LLM:
         what has not ended.
         """
         deltas: queue.SimpleQueue[RequestOutputDelta] = queue.SimpleQueue()
+        for prompt in prompts:
+            if not isinstance(prompt, PreparedPrompt):
+                raise ValueError(f"prompts must come from LLM.prepare, got {prompt!r:.100}")
         requests = [request for prompt in prompts for request in prompt.requests]
         index_of = {r.id: i for i, prompt in enumerate(prompts) for r in prompt.requests}
         left = {i: len(prompt.requests) for i, prompt in enumerate(prompts)}
@@ -896,11 +920,16 @@ def _options(
     Arguments of vLLM's are taken where their value changes nothing, as a tokenizer's directory that
     is the model's.
     """
+    if not isinstance(options, EngineOptions | None):
+        raise TypeError(
+            "options must be EngineOptions, such as EngineOptions(max_model_len=4096), got "
+            f"{options!r:.100}; by name they are LLM's own arguments"
+        )
     known = [f.name for f in fields(EngineOptions)]
     tokenizer = given.get("tokenizer")
     if model is not None and tokenizer is not None and _is_same(tokenizer, model):
         given = {**given, "tokenizer": None}
-    own = without_neutral(given)
+    own = without_neutral(without_neutral(given), OTHER_OPTIONS)
     for name in own:
         if name not in known:
             raise TypeError(f"LLM has no option '{name}': {nearest(name, known)}see EngineOptions")
@@ -918,7 +947,11 @@ def _is_same(tokenizer: object, model: str | Path) -> bool:
 def _no_others(called: str, given: Mapping[str, Any]) -> None:
     """Raise `TypeError` for an argument that a method does not have; vLLM's may change nothing."""
     for name in without_neutral(given, VLLM_CALLS, whose=f"{called} has no argument"):
-        raise TypeError(f"{called} has no argument '{name}'")
+        instead = f"it is SamplingParams({name}=...)" if name in _SAMPLING else ""
+        if name in VLLM_SAMPLING:
+            instead = f"in SamplingParams, {VLLM_SAMPLING[name].instead}"
+        more = f": {instead}" if instead else ""
+        raise TypeError(f"{called} has no argument '{name}'{more}")
 
 
 def _default_sampling(generation: GenerationConfig) -> SamplingParams:

@@ -34,6 +34,24 @@ Speculate = SpeculationMode | Literal["auto", "off"]
 _SHORT_DTYPES = {"half": "float16", "float": "float32"}
 MAX_TIMEOUT_S = 10**7
 """The longest deadline: four months."""
+_SWITCHES = (
+    "profile",
+    "enable_prefix_caching",
+    "offline",
+    "copy_weights",
+    "enforce_eager",
+    "stages_apart",
+)
+_TEXTS = (
+    "revision",
+    "costs",
+    "generation_config",
+    "layer_cache",
+    "ray_address",
+    "master_addr",
+    "network_interface",
+    "trace",
+)
 PLANNING = ("prefer", "profile", "dtype", "max_num_seqs", "head_bits", "tensor_parallel_size")
 """Fields that only matter where the plan is made here: a given plan states them."""
 
@@ -179,6 +197,26 @@ class EngineOptions:
     """Write a Chrome/Perfetto trace: every stage's steps, and for which requests."""
 
     def __post_init__(self) -> None:
+        for name in _SWITCHES:
+            switch: object = getattr(self, name)
+            if switch not in (True, False) or isinstance(switch, float):
+                raise ValueError(f"{name} must be True or False, got {switch!r:.60}")
+            object.__setattr__(self, name, bool(switch))
+        for name in _TEXTS:
+            text: object = getattr(self, name)
+            if text is not None and not isinstance(text, (str, Path)):
+                raise ValueError(f"{name} must be a text, got {text!r:.60}")
+        if not isinstance(self.cluster, Cluster | str | Path | None):
+            raise ValueError(
+                f"cluster must be a file's path or a Cluster, got {self.cluster!r:.60}"
+            )
+        if isinstance(self.deadlines, str):
+            object.__setattr__(self, "deadlines", Deadlines.parse(self.deadlines))
+        if not isinstance(self.deadlines, Deadlines):
+            raise ValueError(
+                "deadlines must be Deadlines, such as Deadlines(step_s=60), or a text, such as "
+                f"'load=3600,step=60', got {self.deadlines!r:.60}"
+            )
         dtype = str(self.dtype).removeprefix("torch.")  # torch's own are taken, too
         object.__setattr__(self, "dtype", _SHORT_DTYPES.get(dtype, dtype))
         for name in (
@@ -189,7 +227,7 @@ class EngineOptions:
         ):
             value: object = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
+                raise ValueError(f"{name} must be a whole number from 1 on, got {value!r:.60}")
         for name, known in choices().items():
             value = getattr(self, name)
             if value is not None and value not in known:
@@ -201,6 +239,7 @@ class EngineOptions:
         if self.dtype != AUTO and self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be auto, {', '.join(DTYPE_BYTES)}, got '{self.dtype}'")
         if self.kv_cache_dtype != AUTO:
+            object.__setattr__(self, "kv_cache_dtype", str(self.kv_cache_dtype))  # 8 is kv8
             try:
                 KVPrecision.parse(self.kv_cache_dtype)
             except ValueError as error:

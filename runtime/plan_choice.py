@@ -7,7 +7,9 @@ another preference are planned.
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from llmpq.checkpoints.quantization_config import quantization_of
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.checkpoints.stored_head import has_mtp_head
 from llmpq.cluster import Cluster
-from llmpq.errors import DoesNotFitError
+from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.gpu_memory import plan_within
 from llmpq.model_spec import ModelSpec, builtin_name
 from llmpq.plan import Plan
@@ -58,7 +60,7 @@ def choose_plan(
             f"an LLM is one engine and the plan has {len(plan.engines)}: run it with "
             "llmpq.runtime.engines.Engines, llmpq-dist run or serve, or plan one pipeline"
         )
-    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    given = _given(plan)
     if model is None:
         if given is None:
             raise ValueError("nothing to run: give a model directory, or plan= that names one")
@@ -90,6 +92,22 @@ def choose_plan(
         mtp=has_mtp_head(directory if options.load_format == "auto" else None, spec),
     )
     return Chosen(directory=directory, spec=spec, plan=given, options=options)
+
+
+def _given(plan: object) -> Plan | None:
+    """Return a plan that was given as itself, as a file's path, or as the data of a file."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str) and plan.lstrip().startswith("{"):
+        try:
+            plan = json.loads(plan)
+        except ValueError as error:
+            raise BadPlanError(f"the plan is not JSON: {error}") from None
+    if isinstance(plan, Mapping):
+        return Plan.from_data(dict(plan), where="the plan")
+    if not isinstance(plan, (str, Path)):
+        raise ValueError(f"plan must be a Plan, a file's path or its data, got {plan!r:.100}")
+    return Plan.load(plan)
 
 
 def read_model(model: str | Path, options: EngineOptions) -> tuple[Path, ModelSpec]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Literal
 
+from llmpq.errors import ContextLengthError
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.token_rules import LogitsConstraints
 
@@ -21,10 +22,6 @@ FinishReason = Literal["stop", "length", "abort"]
 
 PENDING_TOKEN = -1
 """Stands for a token, or a position, that a step under way has yet to bring."""
-
-
-class ContextLengthError(ValueError):
-    """A prompt, or a prompt and its answer, for which there is no room."""
 
 
 def too_long(

@@ -10,15 +10,18 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import wraps
 from typing import Any, Self
 
 from llmpq.errors import nearest
 from llmpq.runtime.token_rules import Guide
-from llmpq.runtime.vllm_options import VLLM_SAMPLING, without_neutral
+from llmpq.runtime.vllm_options import VLLM_GUIDES, VLLM_SAMPLING, Other, without_neutral
 
 MAX_LOGPROBS = 100
 """Most likely tokens that may be reported beside a chosen one."""
+MAX_ANSWERS = 16_384
+"""Answers to one prompt: each is a request, with a row of the scheduler's queue."""
 MAX_TEXTS = 1024
 """Stop texts, or bad words, of one request: each is looked for at every token."""
 MAX_BAD_LENGTH = 65536
@@ -75,9 +78,9 @@ class StructuredOutputsParams:
     """A context-free grammar: llguidance's Lark, or GBNF."""
     json_object: bool | None = None
     """True: any JSON object."""
-    calls: Sequence[tuple[str, Mapping[str, Any] | bool]] | None = None
-    """Names of tools and schemas of their arguments: one of them is called, as JSON of `name` and
-    `arguments` (not one of vLLM's)."""
+    calls: Sequence[tuple[str, Mapping[str, Any] | bool] | Mapping[str, Any]] | None = None
+    """Tools as OpenAI's API has them, or pairs of a name and the schema of its arguments: one of
+    them is called, as JSON of `name` and `arguments` (not one of vLLM's)."""
     after_thought: bool = False
     """Whether a thought that the prompt has opened comes first, whatever it says: the text behind
     it is what must be so. For models whose marks are one token each (not one of vLLM's)."""
@@ -104,8 +107,8 @@ class StructuredOutputsParams:
         if self.grammar is not None:
             return Guide(kind="grammar", text=_text("grammar", self.grammar))
         if self.calls is not None:
-            calls = [f"[{json.dumps(name)}, {_schema_text(tool)}]" for name, tool in self.calls]
-            return Guide(kind="calls", text=f"[{', '.join(calls)}]")
+            pairs = [f"[{json.dumps(n)}, {_schema_text(s)}]" for n, s in _tools(self.calls)]
+            return Guide(kind="calls", text=f"[{', '.join(pairs)}]")
         choice = self.choice
         if (
             not isinstance(choice, Sequence)
@@ -113,17 +116,58 @@ class StructuredOutputsParams:
             or not choice
             or not all(isinstance(text, str) and text for text in choice)
         ):
-            raise ValueError(f"choice must be a list of texts, none empty, got {choice!r:.100}")
+            members = isinstance(choice, Iterable) and any(isinstance(x, Enum) for x in choice)
+            hint = "; an enum's texts are [one.value for one in ...]" if members else ""
+            raise ValueError(
+                f"choice must be a list of texts, none empty, got {choice!r:.100}{hint}"
+            )
+        for text in choice:
+            require_whole(text, "a choice")
         return Guide(kind="choice", text=json.dumps(list(choice)))
+
+
+def require_whole(text: str, what: str) -> None:
+    """Raise `ValueError` for a text with half a character: no tokens have it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} has half a character (a lone surrogate) at position {error.start}: it is not "
+            "valid Unicode and has no tokens"
+        ) from None
 
 
 def _text(name: str, given: object) -> str:
     if not isinstance(given, str):
         raise ValueError(f"{name} must be a text, got {given!r:.100}")
+    require_whole(given, f"the {name}")
     return given
 
 
-def _schema_text(schema: str | Mapping[str, Any] | bool) -> str:
+def _tools(given: object) -> list[tuple[str, Any]]:
+    """Return name and schema of tools: of pairs, or as OpenAI's API has them."""
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise ValueError(f"calls must be a list of tools, at least one, got {given!r:.100}")
+    return [_tool(tool) for tool in given]
+
+
+def _tool(tool: object) -> tuple[str, Any]:
+    pair: object = tool
+    if isinstance(tool, Mapping):
+        own = tool.get("function", tool)
+        if isinstance(own, Mapping):
+            pair = own.get("name"), own.get("parameters", {"type": "object"})
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+        raise ValueError(
+            "a tool of calls is as OpenAI's API has it, {'type': 'function', 'function': {'name': "
+            "..., 'parameters': {...}}}, or a pair of its name and its arguments' schema, got "
+            f"{tool!r:.100}"
+        )
+    require_whole(pair[0], "a tool's name")
+    return pair[0], pair[1]
+
+
+def _schema_text(schema: object) -> str:
     """Return a JSON schema as text."""
     if isinstance(schema, str):
         try:
@@ -133,13 +177,18 @@ def _schema_text(schema: str | Mapping[str, Any] | bool) -> str:
         except RecursionError:
             raise ValueError("the JSON schema is nested too deep") from None
     if not isinstance(schema, (Mapping, bool)):
-        raise ValueError(f"a JSON schema is an object or a boolean, got {schema!r:.100}")
+        makes = hasattr(schema, "model_json_schema")  # pydantic's
+        hint = "; give its .model_json_schema()" if makes else ""
+        raise ValueError(f"a JSON schema is an object or a boolean, got {schema!r:.100}{hint}")
     try:
-        return json.dumps(schema)
+        text = json.dumps(schema)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the JSON schema cannot be written as JSON: {error}") from None
     except RecursionError:
         raise ValueError("the JSON schema is nested too deep") from None
+    if "\\ud" in text:  # how JSON writes what may be half a character
+        require_whole(json.dumps(schema, ensure_ascii=False), "the JSON schema")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,28 +297,29 @@ class SamplingParams:
         )
 
 
-def _taking_vllms(own: Callable[..., None]) -> Callable[..., None]:
-    """Return `SamplingParams.__init__` with the arguments of vLLM's whose values change nothing.
+def _taking_vllms(kind: type[Any], table: Mapping[str, Other]) -> Callable[..., None]:
+    """Return a class's `__init__` with the arguments of vLLM's whose values change nothing.
 
     It says which field is nearest to a name that is none.
     """
+    own: Callable[..., None] = kind.__init__
+    known, called = kind.__dataclass_fields__, kind.__name__
 
     @wraps(own)
-    def init(self: SamplingParams, **given: Any) -> None:
-        known = SamplingParams.__dataclass_fields__
-        left = without_neutral(given, VLLM_SAMPLING, whose="SamplingParams has no")
+    def init(self: object, **given: Any) -> None:
+        left = without_neutral(given, table, whose=f"{called} has no")
         for name in left:
             if name not in known:
                 raise TypeError(
-                    f"SamplingParams has no '{name}': {nearest(name, known)}see "
-                    "help(SamplingParams)"
+                    f"{called} has no '{name}': {nearest(name, known)}see help({called})"
                 )
         own(self, **left)
 
     return init
 
 
-setattr(SamplingParams, "__init__", _taking_vllms(SamplingParams.__init__))  # noqa: B010 (a method)
+for _kind, _table in ((SamplingParams, VLLM_SAMPLING), (StructuredOutputsParams, VLLM_GUIDES)):
+    setattr(_kind, "__init__", _taking_vllms(_kind, _table))  # noqa: B010 (a method)
 
 
 _COUNTS = {
@@ -367,6 +417,8 @@ def _check_texts(name: str, given: object) -> None:
         or not all(isinstance(text, str) and text for text in texts)
     ):
         raise ValueError(f"{name} must be a text or several, none empty, got {given!r:.100}")
+    for text in texts:
+        require_whole(text, f"a text of {name}")
     if len(texts) > MAX_TEXTS:
         raise ValueError(f"{name} may have {MAX_TEXTS} texts, got {len(texts)}")
 
@@ -379,6 +431,8 @@ def _check_counts(params: SamplingParams) -> None:
             continue
         if type(value) is not int or value < least:
             raise ValueError(f"{name} must be a whole number from {least} on, got {value!r}")
+    if params.n > MAX_ANSWERS:
+        raise ValueError(f"n must be at most {MAX_ANSWERS:,}, got {params.n:,}")
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > MAX_LOGPROBS:
             raise ValueError(f"{name} must be at most {MAX_LOGPROBS}, got {getattr(params, name)}")

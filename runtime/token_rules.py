@@ -16,10 +16,6 @@ NO_RULES = -1
 """Stands for the number of a request that has none."""
 
 
-class GuideError(ValueError):
-    """A guide that cannot be followed."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Guide:
     """What an answer's text must be: JSON of a schema, one of some texts, a call of a tool, ..."""

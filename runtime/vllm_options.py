@@ -139,8 +139,41 @@ VLLM_OPTIONS: Mapping[str, Other] = {
 """Argument of `LLM`; its flag has dashes."""
 
 
+OTHER_OPTIONS: Mapping[str, Other] = {
+    "torch_dtype": Other("it is dtype", (None, "auto")),
+    "device_map": Other(_DEVICES, (None, "auto")),
+    "load_in_4bit": Other(_BITS, (None, False)),
+    "load_in_8bit": Other(_BITS, (None, False)),
+    "quantization_config": Other(_BITS),
+    "attn_implementation": Other("attention is computed by kernels of our own", None),
+    "low_cpu_mem_usage": Other("weights are mapped", None),
+    "use_safetensors": Other("weights are safetensors", (None, True)),
+    "cache_dir": Other("models of the hub lie in its cache: set HF_HOME"),
+    "local_files_only": Other("without the hub's network is HF_HUB_OFFLINE=1", (None, False)),
+    "token": Other("the hub's token is HF_TOKEN in the environment"),
+    "model_path": Other("it is model"),
+    "n_ctx": Other("it is max_model_len", (None, 0)),
+    "max_seq_len": Other("it is max_model_len"),
+    "n_batch": Other("it is max_num_batched_tokens"),
+    "n_gpu_layers": Other(_DEVICES, (None, -1)),
+    "tensor_split": Other(_DEVICES),
+    "n_threads": Other("threads of a CPU are its cluster's or its plan's"),
+    "flash_attn": Other("attention is computed by kernels of our own", None),
+    "verbose": Other("the logger is 'llmpq', bars are use_tqdm", (None, *_BOTH)),
+    "chat_format": Other("a chat template is the model's, or an argument of LLM.chat"),
+    "chat_template": Other("it is an argument of LLM.chat"),
+    "draft_model": Other(_DRAFTS),
+    "async_scheduling": Other("steps are scheduled ahead", (None, *_BOTH)),
+    "logits_processors": Other("use SamplingParams(logit_bias=...) or its likes", (None, [])),
+}
+"""Arguments of Transformers' `from_pretrained`, of llama.cpp's `Llama`, and of vLLM's that are no
+flags."""
+
+
 _BEAMS = "there is no beam search: ask for n answers and choose by cumulative_logprob"
 _PLAIN = "a template gets texts as texts"
+_GUIDED = "it is structured_outputs=StructuredOutputsParams({})"
+_NO_SPACE = "JSON is written without further white space"
 VLLM_SAMPLING: Mapping[str, Other] = {
     "detokenize": Other("answers have their text and token_ids", (True, None)),
     "spaces_between_special_tokens": Other("tokens are joined as the tokenizer joins them", _BOTH),
@@ -160,7 +193,43 @@ VLLM_SAMPLING: Mapping[str, Other] = {
         "a cache_salt of its own keeps a request from found prefixes", (None, False)
     ),
     "repetition_detection": Other("use repetition_penalty or frequency_penalty"),
+    # Of vLLM before 0.12, of OpenAI's requests, of Transformers and of llama.cpp:
+    "guided_json": Other(_GUIDED.format("json=SCHEMA")),
+    "guided_regex": Other(_GUIDED.format("regex=REGEX")),
+    "guided_choice": Other(_GUIDED.format("choice=[...]")),
+    "guided_grammar": Other(_GUIDED.format("grammar=GRAMMAR")),
+    "guided_json_object": Other(_GUIDED.format("json_object=True"), (None, False)),
+    "response_format": Other(_GUIDED.format("json=SCHEMA")),
+    "grammar": Other(_GUIDED.format("grammar=GRAMMAR")),
+    "tools": Other("tools are an argument of LLM.chat", (None, [])),
+    "tool_choice": Other(_GUIDED.format("calls=TOOLS"), (None, "none")),
+    "max_completion_tokens": Other("it is max_tokens"),
+    "max_new_tokens": Other("it is max_tokens"),
+    "max_length": Other("it is max_tokens, of the answer alone"),
+    "n_predict": Other("it is max_tokens"),
+    "do_sample": Other("temperature=0 is greedy, a higher one draws"),
+    "num_beams": Other(_BEAMS, (1, None)),
+    "num_return_sequences": Other("it is n", (1, None)),
+    "no_repeat_ngram_size": Other("use repetition_penalty or frequency_penalty", (0, None)),
+    "repeat_penalty": Other("it is repetition_penalty", (1.0, 1, None)),
+    "eos_token_id": Other("it is stop_token_ids"),
+    "stop_strings": Other("it is stop"),
+    "stop_sequences": Other("it is stop", (None, [])),
+    "suppress_tokens": Other("it is logit_bias, -100 for each token", (None, [])),
 }
+VLLM_GUIDES: Mapping[str, Other] = {
+    "disable_any_whitespace": Other(_NO_SPACE, (None, *_BOTH)),
+    "whitespace_pattern": Other(_NO_SPACE),
+    "disable_fallback": Other("guides are llguidance's", (None, *_BOTH)),
+    "backend": Other("guides are llguidance's", (None, "auto", "guidance")),
+    "disable_additional_properties": Other(
+        'write "additionalProperties": false into the schema (pydantic: extra="forbid")',
+        (None, False),
+    ),
+    "structural_tag": Other("one of several tools is calls=TOOLS, other forms a grammar"),
+    "json_schema": Other("it is json"),
+}
+"""Of `StructuredOutputsParams`."""
 VLLM_CALLS: Mapping[str, Other] = {
     "lora_request": Other(_ADAPTERS),
     "prompt_token_ids": Other("token ids are prompts: {'prompt_token_ids': [...]}, or the list"),
@@ -191,6 +260,9 @@ VLLM_METHODS: Mapping[str, str] = {
     "enqueue": "it is submit, or as_completed",
     "wait_for_completion": "it is as_completed",
     "from_engine_args": "its arguments are LLM's: LLM(model, max_model_len=...)",
+    "apply_chat_template": "it is LLM.get_tokenizer().apply_chat_template, or LLM.chat",
+    "tokenize": "it is LLM.get_tokenizer().encode",
+    "shutdown": "it is close",
     "set_tokenizer": "files are read from the model's directory",
     "preprocess_chat": "LLM.get_tokenizer().apply_chat_template makes the prompt",
     "start_profile": "LLM(trace='trace.json') writes what stages did, as a Chrome trace",

@@ -107,7 +107,7 @@ class HtmlPage:
 class Picture:
     """A page as notebooks show it: in a frame of its own; `save` writes the file."""
 
-    page: str
+    page: str = field(repr=False)
     height: int = 640
 
     def _repr_html_(self) -> str:

@@ -16,8 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
-from llmpq.errors import DeadlineError, RequestFailedError, StageLostError
-from llmpq.runtime.request import ContextLengthError
+from llmpq.errors import ContextLengthError, DeadlineError, RequestFailedError, StageLostError
 from llmpq.runtime.sampling_params import SamplingParams
 
 _KINDS = {

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from llmpq.errors import LlmpqError
+from llmpq.errors import GuideError, LlmpqError
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.request_output import CompletionDelta, Logprob
 from llmpq.runtime.response_stream import ResponseStream
@@ -28,7 +28,6 @@ from llmpq.runtime.text.request_factory import Prompt
 from llmpq.runtime.text.text_threads import TextThreads, TooManyTextsError
 from llmpq.runtime.text.thinking import template_marks
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.token_rules import GuideError
 
 _log = logging.getLogger("llmpq.serve.prompts")
 _T = TypeVar("_T")

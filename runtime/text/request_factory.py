@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -194,7 +194,7 @@ class RequestFactory:
         if params.max_tokens != 0 and len(tokens) >= self.max_model_len:
             raise too_long(len(tokens), self.max_model_len, max_positions=self._spec.max_positions)
         self._limits.check(first)
-        seed = random.getrandbits(62) if params.seed is None else params.seed
+        seed = secrets.randbits(62) if params.seed is None else params.seed
         with self._lock:
             number = self._num_requests
             self._num_requests += params.n
@@ -363,6 +363,14 @@ def listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     single = isinstance(prompts, (str, bytes, bytearray, Mapping))
     if single or not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
         return [prompts]  # type: ignore[list-item]
+    if isinstance(prompts, (set, frozenset)):
+        raise ValueError("a set of prompts has no order that answers could have: give a list")
+    if hasattr(prompts, "columns") or (
+        getattr(prompts, "ndim", 1) > 1 and not hasattr(prompts, "tolist")
+    ):
+        raise ValueError(
+            "a table is no list of prompts: give one of its columns, such as table['prompt']"
+        )
     several = list(prompts)
     tokens = token_list(several)
     return [tokens] if tokens else several  # type: ignore[return-value]

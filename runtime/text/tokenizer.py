@@ -22,6 +22,7 @@ from llmpq.checkpoints.tokenizer_files import (
 )
 from llmpq.file_form import read_json
 from llmpq.runtime.request import too_long
+from llmpq.runtime.sampling_params import require_whole
 from llmpq.runtime.text.conversation import Messages, plain_messages, with_text_arguments
 from llmpq.runtime.text.text_threads import QUICK_LENGTH
 from llmpq.runtime.text.token_bytes import longest_token_bytes
@@ -76,6 +77,7 @@ def _byte_of_character() -> dict[str, int]:
 _BYTE_OF = _byte_of_character()
 
 
+_JINJA = re.compile(r"\{[{%]")
 _LOADING = Lock()
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -123,13 +125,8 @@ class Tokenizer:
 
         `room`: tokens that it may have; `ContextLengthError` at once where it surely has more.
         """
-        try:
-            size = len(text.encode("utf-8"))
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the text has half a character (a lone surrogate) at position {error.start}: it "
-                "is not valid Unicode and has no tokens"
-            ) from None
+        require_whole(text, "the text")
+        size = len(text.encode("utf-8"))
         long = room is not None and size > LONG_BYTES * room
         if room is not None and long and self._bytes_of_token is not None:
             least = -(-size // self._bytes_of_token)
@@ -304,6 +301,19 @@ class Tokenizer:
             raise ValueError(
                 "the model's tokenizer has no chat template: give a prompt instead of messages, or "
                 "a template by --chat-template"
+            )
+        named = getattr(self._inner, "chat_template", None)
+        known = isinstance(named, Mapping) and template in named
+        is_jinja = isinstance(template, str) and _JINJA.search(template)
+        if template is not None and not known and not is_jinja:
+            raise ValueError(
+                "a chat template is Jinja, as {% for message in messages %}..., and this one says "
+                f"nothing of the messages (a file is read first): got {template!r:.100}"
+            )
+        if not isinstance(options, Mapping | None):
+            raise ValueError(
+                "a chat template's options are a mapping such as {'enable_thinking': False}, got "
+                f"{options!r:.100}"
             )
         own = sorted({*_TEMPLATE_ARGUMENTS} & set(options or ()))
         if own:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import llmpq
@@ -43,8 +44,10 @@ def test_devices_share_a_stage_where_one_engine_gains_by_it() -> None:
     ("asked", "said"),
     [
         ({"batch": 0}, "batch must be between 1 and 10,000, got 0"),
-        ({"batch": "x"}, "batch must be between 1 and 10,000, got x"),
-        ({"bits": [4, 8]}, 'bits must be text, such as "4,8", got [4, 8]'),
+        ({"batch": "8"}, "batch must be a whole number, 1 to 10,000, got '8'"),
+        ({"batch": True}, "batch must be a whole number, 1 to 10,000, got True"),
+        ({"prompt_len": "8kb"}, "prompt_len must be a whole number, 1 to 1,000,000, got '8kb'"),
+        ({"bits": {4}}, 'bits must be text, such as "4,8", got {4}'),
         ({"context": 64, "prompt_len": 8}, "context is prompt and answer together"),
         ({"context": 64, "gen_len": 64}, "context=64 has no room for a prompt"),
         ({"theta": 1.0, "prefer": "speed"}, "prefer and theta both say which plan is best"),
@@ -56,6 +59,32 @@ def test_errors_name_arguments(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as caught:
         llmpq.make_plan("llama-3.1-8b", devices="4090", **asked)
     assert said in str(caught.value) and "--" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ({"devices": ["4090", "3090"]}, {"devices": "4090,3090"}),
+        ({"bits": 4}, {"bits": "4"}),
+        ({"bits": [4, np.int64(8)]}, {"bits": "4,8"}),
+        ({"kv": 8}, {"kv": "8"}),
+        ({"kv": (16, "kv8")}, {"kv": "16,8"}),
+        ({"reserve": 0}, {"reserve": "0"}),
+        ({"prompt_len": "1k"}, {"prompt_len": 1024}),
+        ({"context": "1.5k"}, {"context": 1536}),
+        ({"batch": np.int32(3)}, {"batch": 3}),
+    ],
+)
+def test_values_of_python_say_what_texts_do(given: dict[str, Any], same: dict[str, Any]) -> None:
+    job = {"devices": "4090", "batch": 4, "gen_len": 16, "tensor_parallel": 1}
+    plan = llmpq.make_plan("llama-3.1-8b", **{**job, **given})
+    wanted = llmpq.make_plan("llama-3.1-8b", **{**job, **same})
+    assert plan.workload == wanted.workload and plan.stages == wanted.stages
+
+
+def test_a_name_that_is_none_is_answered_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match="make_plan has no argument 'batchs': did you mean 'batch'"):
+        llmpq.make_plan("llama-3.1-8b", devices="4090", batchs=3)
 
 
 def test_what_would_fit_is_said_in_arguments() -> None:

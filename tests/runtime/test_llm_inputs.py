@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import shutil
 
 import numpy as np
 import pytest
 import torch
 
-from llmpq import LLM, SamplingParams, StructuredOutputsParams
+from llmpq import LLM, SamplingParams, StructuredOutputsParams, errors
 
 pytestmark = pytest.mark.cpu
 SHORT = SamplingParams(temperature=0, max_tokens=3)
@@ -291,3 +292,69 @@ def test_a_model_without_tokenizer_files_runs_on_token_ids(demo_model, tmp_path)
             with pytest.raises(ValueError, match="no tokenizer.json, nor") as caught:
                 llm.generate([5, 6, 7], params)
             assert "Errno" not in str(caught.value)
+
+
+class Frame:
+    """A table as pandas and polars have it: it yields the names of its columns, or columns."""
+
+    columns = ("prompt",)
+
+    def __iter__(self):
+        """Yield the names."""
+        return iter(self.columns)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        (Frame(), "a table is no list of prompts"),
+        ({"a", "b"}, "a set of prompts has no order"),
+        (frozenset({"a"}), "a set of prompts has no order"),
+    ],
+)
+def test_what_has_no_order_of_prompts_is_refused(llm, prompts, said):
+    with pytest.raises(ValueError, match=said):
+        llm.generate(prompts, SHORT)
+
+
+def test_answers_are_drawn_without_the_random_numbers_of_the_program(llm):
+    random.seed(0)
+    before, drawn = random.getstate(), SamplingParams(max_tokens=2)
+    seeds = {llm.prepare("a", drawn).requests[0].sampling.seed for _ in range(4)}
+    assert random.getstate() == before and len(seeds) == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"chat_template": "templates/chat.jinja"}, "a chat template is Jinja"),
+        ({"chat_template": 5}, "a chat template is Jinja"),
+        ({"chat_template_kwargs": "fast"}, "a chat template's options are a mapping"),
+    ],
+)
+def test_a_template_that_shows_no_message_is_refused(llm, how, said):
+    with pytest.raises(ValueError, match=said):
+        llm.chat(TALK, SHORT, **how)
+
+
+def test_what_was_not_prepared_is_refused(llm):
+    with pytest.raises(ValueError, match="prompts must come from LLM.prepare, got 'a'"):
+        list(llm.as_completed(["a"]))
+
+
+@pytest.mark.parametrize("start", [False, True])
+def test_a_closed_llm_stays_closed(demo_model, start):
+    made = LLM(demo_model, start=start, backend="threads")
+    made.close()
+    assert "closed" in repr(made)
+    for call in (made.start, lambda: made.generate("a", SHORT)):
+        with pytest.raises(RuntimeError, match="this LLM is closed; make another one"):
+            call()
+
+
+def test_errors_that_services_answer_are_where_errors_are(llm):
+    with pytest.raises(errors.ContextLengthError, match="too long"):
+        llm.generate([[1] * 5000], SHORT)
+    broken = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
+    with pytest.raises(errors.GuideError, match="the regex cannot be followed"):
+        llm.generate("a", broken)

@@ -1,10 +1,12 @@
 """Which plan a GPU runs a model by where none was given."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from llmpq.cluster import Cluster
+from llmpq.errors import BadPlanError
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.plans import manual_plan
@@ -105,3 +107,28 @@ def test_bits_of_the_output_matrix_that_cannot_be_are_refused(demo_model, make_p
 def test_a_whole_model_has_an_output_matrix_of_8_bits_where_that_is_asked(demo_model):
     plan = choose_plan(demo_model, None, EngineOptions(head_bits=8, max_model_len=64)).plan
     assert plan.settings().head_bits == 8
+
+
+def test_a_plan_is_taken_as_itself_as_a_file_and_as_its_data(demo_model, tmp_path):
+    plan = choose_plan(demo_model, None, EngineOptions()).plan
+    plan.save_json(tmp_path / "plan.json")
+    text = plan.dump_json()
+    forms = (plan, tmp_path / "plan.json", text, json.loads(text), plan.model_dump())
+    found = [choose_plan(demo_model, form, EngineOptions()).plan for form in forms]
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({}, "the plan: 'model': Field required"),
+        ("{", "the plan is not JSON"),
+        ('{"engines": []}', "is a plan of 0 engines"),
+        ({"engines": []}, "is a plan of 0 engines"),
+    ],
+)
+def test_data_that_is_no_plan_is_refused(demo_model, plan, said):
+    with pytest.raises(BadPlanError, match=said):
+        choose_plan(demo_model, plan, EngineOptions())
+    with pytest.raises(ValueError, match="plan must be a Plan, a file's path or its data, got 5"):
+        choose_plan(demo_model, 5, EngineOptions())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from enum import Enum
 
 import numpy as np
 import pytest
@@ -14,6 +16,9 @@ pytestmark = pytest.mark.pure
 BAD = [
     ({"n": 0}, "n must be a whole number from 1 on, got 0"),
     ({"n": 1.5}, "n must be"),
+    ({"n": 10**6}, "n must be at most 16,384, got 1,000,000"),
+    ({"stop": "\ud800"}, "a text of stop has half a character (a lone surrogate) at position 0"),
+    ({"bad_words": ["a", "b\udfff"]}, "a text of bad_words has half a character"),
     ({"n": None}, "n must be"),
     ({"n": 2, "temperature": 0}, "n=2 greedy answers"),
     ({"max_tokens": -1}, "max_tokens must be"),
@@ -147,3 +152,56 @@ def test_a_clone_is_equal_and_json_object_is_a_schema():
     assert params.clone() == params and params.clone() is not params
     whole = StructuredOutputsParams(json={"type": "object"})
     assert StructuredOutputsParams(json_object=True).guide() == whole.guide()
+
+
+class Answer(Enum):
+    """An enum as people give it for a choice."""
+
+    YES = "yes"
+
+
+class Model:
+    """A class as pydantic's: its schema is what a method returns."""
+
+    @classmethod
+    def model_json_schema(cls):
+        """Return the schema."""
+        return {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"json": Model}, "give its .model_json_schema()"),
+        ({"choice": list(Answer)}, "an enum's texts are"),
+        ({"choice": Answer}, "an enum's texts are"),
+        ({"choice": ["a", "\ud800"]}, "a choice has half a character"),
+        ({"regex": "\ud800"}, "the regex has half a character"),
+        ({"grammar": "\ud800"}, "the grammar has half a character"),
+        ({"json": {"enum": ["\ud800"]}}, "the JSON schema has half a character"),
+        ({"json": '{"enum": ["\\ud800"]}'}, "the JSON schema has half a character"),
+        ({"calls": []}, "calls must be a list of tools, at least one, got []"),
+        ({"calls": "find"}, "calls must be a list of tools"),
+        ({"calls": ["find"]}, "a tool of calls is as OpenAI's API has it"),
+        ({"calls": [{"function": {"parameters": {}}}]}, "a tool of calls is as"),
+    ],
+)
+def test_guides_that_are_none_are_refused_by_what_was_given(given, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        StructuredOutputsParams(**given)
+
+
+def test_tools_are_taken_as_openais_api_has_them_and_as_pairs():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    function = {"name": "find", "parameters": schema}
+    forms = [("find", schema), function, {"type": "function", "function": function}]
+    guides = [StructuredOutputsParams(calls=[form]).guide() for form in forms]
+    assert guides[0] == guides[1] == guides[2]
+    assert StructuredOutputsParams(calls=[{"name": "now"}]).guide() == (
+        StructuredOutputsParams(calls=[("now", {"type": "object"})]).guide()
+    )
+
+
+def test_pairs_of_half_characters_in_a_schema_are_a_character():
+    text = '{"enum": ["\\ud83d\\ude00"]}'
+    assert StructuredOutputsParams(json=text).guide().text == text

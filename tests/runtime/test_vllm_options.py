@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 
 import pytest
 import torch
 
-from llmpq import LLM, SamplingParams
+from llmpq import LLM, EngineOptions, SamplingParams, StructuredOutputsParams
 from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, VLLM_FLAGS
-from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.vllm_options import (
+    OTHER_OPTIONS,
     VLLM_CALLS,
+    VLLM_GUIDES,
     VLLM_METHODS,
     VLLM_OPTIONS,
     VLLM_SAMPLING,
@@ -36,6 +38,10 @@ pytestmark = pytest.mark.cpu
         ({"speculative_config": {}}, "drafts are speculate="),
         ({"cpu_offload_gb": 4}, "layers run on the CPU"),
         ({"no_such_thing": 1}, "see EngineOptions"),
+        ({"torch_dtype": "float16"}, "it is dtype"),
+        ({"load_in_4bit": True}, "fewer bits are a plan's"),
+        ({"n_ctx": 512}, "it is max_model_len"),
+        ({"n_gpu_layers": 20}, "as a plan says"),
     ],
 )
 def test_what_stands_for_an_argument_is_said(demo_model, given, said):
@@ -96,6 +102,10 @@ def test_a_method_of_vllms_is_answered_with_ours(demo_model, name):
         ({"logits_processors": [print]}, "use logit_bias"),
         ({"guided_decoding": {}}, "StructuredOutputsParams"),
         ({"use_beam_search": True}, "no beam search"),
+        ({"guided_json": {}}, r"StructuredOutputsParams\(json="),
+        ({"response_format": {"type": "json_object"}}, "structured_outputs="),
+        ({"max_new_tokens": 8}, "it is max_tokens"),
+        ({"do_sample": True}, "temperature=0 is greedy"),
     ],
 )
 def test_parameters_of_vllms_are_taken_or_answered(given, said):
@@ -119,6 +129,34 @@ def test_a_parameter_that_is_none_is_answered_with_the_nearest(name, said):
         SamplingParams(**{name: 1})
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"structural_tag": "{}"}, "calls=TOOLS"),
+        ({"whitespace_pattern": " "}, "without further white space"),
+        ({"disable_additional_properties": True}, "additionalProperties"),
+        ({"jsn": {}}, r"did you mean 'json'\? see help\(StructuredOutputsParams\)"),
+    ],
+)
+def test_forms_of_vllms_guides_are_taken_or_answered(given, said):
+    with pytest.raises(TypeError, match=f"StructuredOutputsParams has no '{next(iter(given))}'.*"):
+        StructuredOutputsParams(**given)
+    with pytest.raises(TypeError, match=said):
+        StructuredOutputsParams(**given)
+    neutral = {name: other.neutral[0] for name, other in VLLM_GUIDES.items()}
+    plain = StructuredOutputsParams(regex="a")
+    assert StructuredOutputsParams(regex="a", **neutral) == plain
+    assert not {*VLLM_GUIDES} & {*StructuredOutputsParams.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("method", ["generate", "chat"])
+def test_what_samples_is_an_argument_of_sampling_params(demo_model, method):
+    llm = LLM(demo_model, start=False)
+    for name, said in (("max_tokens", r"SamplingParams\(max_tokens=...\)"), ("num_beams", "beam")):
+        with pytest.raises(TypeError, match=f"LLM.{method} has no argument '{name}': .*{said}"):
+            getattr(llm, method)("a", **{name: 3})
+
+
 @pytest.mark.parametrize("method", ["generate", "chat"])
 def test_arguments_of_vllms_calls_are_taken_or_answered(demo_model, method):
     llm = LLM(demo_model, start=False)
@@ -132,7 +170,40 @@ def test_arguments_of_vllms_calls_are_taken_or_answered(demo_model, method):
 
 
 def test_none_of_them_is_an_option_of_ours():
-    assert not {*VLLM_OPTIONS} & {*EngineOptions.__dataclass_fields__}
+    others = {*VLLM_OPTIONS, *OTHER_OPTIONS}
+    assert not others & {*EngineOptions.__dataclass_fields__}
+    assert not {*VLLM_OPTIONS} & {*OTHER_OPTIONS}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        *(
+            ({name: value}, f"{name} must be True or False, got {value!r}")
+            for name, value in (
+                ("enable_prefix_caching", "no"),
+                ("enforce_eager", "false"),
+                ("profile", None),
+                ("offline", 1.0),
+            )
+        ),
+        ({"kv_cache_dtype": 5}, "unknown KV cache dtype '5'"),
+        ({"deadlines": {"step": 3}}, "deadlines must be Deadlines"),
+        ({"trace": 5}, "trace must be a text, got 5"),
+        ({"cluster": {}}, "cluster must be a file's path or a Cluster, got {}"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_by_name(given, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        EngineOptions(**given)
+
+
+def test_options_are_taken_as_people_write_them():
+    options = EngineOptions(kv_cache_dtype=8, deadlines="step=3", enable_prefix_caching=0)
+    assert options.kv_cache_dtype == "8" and options.deadlines.step_s == 3
+    assert options.enable_prefix_caching is False
+    with pytest.raises(TypeError, match="options must be EngineOptions"):
+        LLM("DIR", options={"max_model_len": 5})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from llmpq.runtime.request import ContextLengthError
+from llmpq.errors import ContextLengthError
 from llmpq.runtime.text.token_bytes import longest_token_bytes
 from llmpq.runtime.text.tokenizer import LONG_BYTES
 from llmpq.runtime.text.tokenizer import Tokenizer as Ours
