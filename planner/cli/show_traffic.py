@@ -15,6 +15,7 @@ from llmpq.planner.cli.show_plan import check_outputs, open_console, read_job, s
 from llmpq.planner.cli.show_simulation import highest_line, limits_in_words, print_measures
 from llmpq.planner.cli.show_topology import print_topology
 from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.solving.device_groups import may_group
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.steady_state import MeanLengths
 from llmpq.planner.traffic.traffic_search import (
@@ -26,6 +27,9 @@ from llmpq.planner.traffic.traffic_search import (
 )
 from llmpq.topology import Topology
 
+NO_GROUPS = (
+    "stages that devices share are not searched for live traffic; --tensor-parallel N plans them"
+)
 OF_A_BATCH = {
     "pareto": False,
     "pin": (),
@@ -55,9 +59,9 @@ def show_traffic(request: PlanRequest) -> None:
     )
     job = read_job(of_means)
     problem, notes = instead_of_float32(of_means, job.problem, job.notes)
-    job = replace(
-        job, problem=problem, notes=notes, options=solve_options(of_means, problem.cluster)
-    )
+    options = solve_options(of_means, problem.cluster)
+    notes = [*notes, NO_GROUPS] if options.groups and may_group(problem) else notes
+    job = replace(job, problem=problem, notes=notes, options=options)
     most = job.problem.spec.max_positions
     if lengths.longest > most:
         raise ValueError(

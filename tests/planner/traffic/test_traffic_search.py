@@ -130,6 +130,7 @@ def test_cards_that_hold_the_model_are_engines_of_their_own(
     for line in ("traffic: 30 requests", "highest rate:", "best single card:", "one pipeline:"):
         assert line in text
     assert "replicas: the same" in text
+    assert "stages that devices share are not searched for live traffic" in text
 
 
 @pytest.mark.parametrize(
