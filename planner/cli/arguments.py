@@ -78,6 +78,24 @@ PAPER_FIT = ("--fit", "--fit-cost-model")
 """The paper's flags for fitted costs, which costs are always."""
 
 
+_SHARED_OUT = "layers are shared out by the plan: leave it out"
+_AT_ONCE = "requests at once are --batch N"
+_KV_BITS = "bits of the KV cache are --kv 8"
+_IN_RAM = "the CPU computes whole layers: --devices 4090,cpu"
+ENGINE_FLAGS = {
+    "-m": "the model is --model DIR, a GGUF file or a name",
+    "-c": "tokens of a request, prompt and answer, are --context N",
+    **dict.fromkeys(("-ngl", "--n-gpu-layers", "-ts", "--tensor-split"), _SHARED_OUT),
+    **dict.fromkeys(("--max-num-seqs", "-np", "--parallel", "--batch-size"), _AT_ONCE),
+    **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), _KV_BITS),
+    **dict.fromkeys(("--cpu-offload-gb", "--n-cpu-moe", "--cpu-moe"), _IN_RAM),
+    **dict.fromkeys(("--quantization", "--quant"), "bits of the weights are --bits 4"),
+    **dict.fromkeys(("--gpus", "--num-gpus", "--gpu"), "devices are --devices 4090:2"),
+    "--cpu": "a CPU is a device: --devices 4090,cpu=64GB",
+}
+"""Flags of vLLM and llama.cpp -> what stands for them where devices are planned for."""
+
+
 def plan_request(words: Sequence[str]) -> PlanRequest:
     """Return what these flags of `llmpq-algo plan` ask for; `ValueError` for what is wrong."""
     return plan_parser().read_as(PlanRequest, without_paper_flags(words))
@@ -125,6 +143,7 @@ def plan_parser() -> CommandParser:
         example="llmpq-algo --devices 4090,3090:2,cpu --model qwen3-32b --batch 8 -o plan.json",
         notes=NOTES,
         flag_of=_flag_of,
+        others=ENGINE_FLAGS,
     )
     _what_to_plan(parser.section("model, devices, job"))
     add_traffic(parser.section("live traffic, instead of a batch"), daily=False)
@@ -376,6 +395,7 @@ def fits_parser() -> CommandParser:
         example="llmpq-algo fits --model qwen3-32b --devices 4090,3090 --context 32k",
         notes=FITS_NOTES,
         flag_of=_flag_of,
+        others=ENGINE_FLAGS,
     )
     section = parser.section("model and devices")
     add_model(section)

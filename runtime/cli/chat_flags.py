@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from llmpq.commands.command_line import CommandParser
 from llmpq.runtime.cli.engine_flags import add_engine_flags
 from llmpq.runtime.cli.run_flags import add_plan
-from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, OTHER_FLAGS
+from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, LENGTH_FLAGS, OTHER_FLAGS
 from llmpq.runtime.options import EngineOptions
 
 
@@ -36,7 +36,7 @@ def chat_parser() -> CommandParser:
         example="llmpq-dist chat examples/demo-7m",
         notes="Ctrl-C ends an answer, Ctrl-D the chat; /help lists the commands. A line that ends\n"
         "in a backslash goes on in the next one. Lines from a pipe are turns, too.",
-        others=OTHER_FLAGS,
+        others={**OTHER_FLAGS, **LENGTH_FLAGS},
         idle=IDLE_FLAGS,
     )
     parser.positional("directory", nargs="?", metavar="DIR", help="model directory or GGUF file")

@@ -20,6 +20,10 @@ _HOSTS = "several machines are --cluster YAML, or a Ray: --ray-address HOST:PORT
 _TRACES = "what stages did is --trace FILE"
 _GRAPHS = "graphs are captured for every length: leave it out"
 _AS_CONFIG = "a model is run as its config.json says"
+_LAYERS = "which device has which layers is planned: llmpq-algo --devices"
+_KV_BITS = "the bits of the KV cache are --kv-cache-dtype"
+_IN_RAM = "the CPU computes whole layers instead: llmpq-algo --devices 4090,cpu"
+_HUB = "a model of the hub is --model NAME"
 _PROMPT = "prompts are rows of llmpq-dist run -i FILE; one at a time: llmpq-dist chat"
 
 
@@ -79,6 +83,21 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--ctx-size": _LENGTH,
     "-c": _LENGTH,
     "-ngl": _DEVICES,
+    "--tensor-split": _LAYERS,
+    "-ts": _LAYERS,
+    "--split-mode": _LAYERS,
+    "--main-gpu": _LAYERS,
+    "--cache-type-k": _KV_BITS,
+    "--cache-type-v": _KV_BITS,
+    "-ctk": _KV_BITS,
+    "-ctv": _KV_BITS,
+    "--n-cpu-moe": _IN_RAM,
+    "--cpu-moe": _IN_RAM,
+    "--override-tensor": _IN_RAM,
+    "--hf-repo": _HUB,
+    "-hf": _HUB,
+    "--rpc": _HOSTS,
+    "--keep-alive": "a model stays loaded until the command ends: leave it out",
     "--disable-uvicorn-access-log": "llmpq-dist serve has --no-access-log",
     "--num-prompts": "requests of a bench are --batch",
     "--input-len": "tokens of a bench's prompts are --prompt",
@@ -218,6 +237,11 @@ _PLANNING = [
     "weight-group-size",
     "what-if",
 ]
+
+LENGTH_FLAGS: Mapping[str, str] = dict.fromkeys(
+    ("--ctx-size", "-c"), "the longest request is --max-model-len N"
+)
+"""For a command that has --max-model-len."""
 
 PLAN_FLAGS: Mapping[str, str] = {
     **{

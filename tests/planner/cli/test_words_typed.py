@@ -12,7 +12,13 @@ from llmpq.errors import nearest
 from llmpq.model_spec import builtin_configs
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.planner.cli.arguments import export_parser, plan_request
+from llmpq.planner.cli.arguments import (
+    ENGINE_FLAGS,
+    export_parser,
+    fits_parser,
+    plan_parser,
+    plan_request,
+)
 from llmpq.planner.cli.report import headline, stage_table
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.requests import ExportRequest
@@ -39,6 +45,19 @@ def test_answers_are_in_the_words_that_were_typed(
 ) -> None:
     assert main([*CARD.split(), *words.split()]) == 2
     assert ANSWERS[words] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["fits"]])
+def test_flags_of_other_programs_are_answered_with_ours(
+    capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    parser = fits_parser() if command else plan_parser()
+    known = set(parser._parser._option_string_actions)
+    for flag, answer in ENGINE_FLAGS.items():
+        assert flag not in known
+        assert set(re.findall(r"--[a-z-]+", answer)) <= known
+        assert main([*command, *CARD.split(), flag, "2"]) == 2
+        assert f"this command has no '{flag}': {answer}\n" in capsys.readouterr().err
 
 
 def test_lengths_have_the_names_of_other_programs() -> None:

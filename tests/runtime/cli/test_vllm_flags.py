@@ -8,7 +8,7 @@ import pytest
 
 from llmpq.planner.cli.arguments import plan_parser
 from llmpq.runtime.cli.main import COMMANDS, main
-from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, PLAN_FLAGS, VLLM_FLAGS
+from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, LENGTH_FLAGS, PLAN_FLAGS, VLLM_FLAGS
 
 pytestmark = pytest.mark.cpu
 
@@ -28,6 +28,16 @@ def test_a_flag_of_vllms_is_answered_with_ours(command, capsys):
         assert f"has no '{flag}': " in said and said.count("\n") == 1
     assert main([command, "--pipeline_parallel_size=4"]) == 2
     assert "CUDA_VISIBLE_DEVICES" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "chat", "bench"])
+@pytest.mark.parametrize("flag", LENGTH_FLAGS)
+def test_a_context_is_answered_with_the_command_s_own_flag(command, flag, capsys):
+    assert main([command, flag, "8192"]) == 2
+    own = "--max-model-len" in flags_of(COMMANDS[command].parser())
+    assert own == (command in ("serve", "chat"))
+    said = "the longest request is --max-model-len N" if own else "llmpq-algo --prompt-len"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["run", "serve", "chat", "bench"])
