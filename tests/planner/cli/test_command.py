@@ -47,10 +47,10 @@ def test_both_spellings_make_the_same_plan(
     )
     spellings = (
         f"--cluster {cluster} --model opt-30b --batch 16 --prompt-len 512 --gen-len 100"
-        f" --omega-file {omega} --theta 1 --engines 1 -o {ours}",
+        f" --omega-file {omega} --theta 1 --tensor-parallel 1 --engines 1 -o {ours}",
         "--model-name opt --model_size 30b --device_names T4 V100 --device_numbers 3 1"
         f" --omega_file {omega} --global_bz 16 --s 512 --n 100 --theta 1 --group 1 --engines 1"
-        f" --fit --output {papers}",
+        f" --tensor-parallel 1 --fit --output {papers}",
     )
     for words in spellings:
         assert _run(capsys, *words.split())[0] == 0
