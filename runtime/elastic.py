@@ -166,7 +166,13 @@ def _same(plan: Plan, other: Plan) -> bool:
     """Whether two plans have the same layers in the same places, run alike."""
     held = sum(num_held(place, plan) for place in other.places)
     alike = len(plan.places) == len(other.places) and held == other.model.num_layers
-    return alike and plan.workload == other.workload
+    return alike and _room(plan) == _room(other)
+
+
+def _room(plan: Plan) -> tuple[object, ...]:
+    """Return what requests a plan has room for, whatever of them is prompt."""
+    work = plan.workload
+    return work.batch, work.max_len, work.kv, work.dtype
 
 
 def _bits(plan: Plan) -> int:

@@ -25,10 +25,9 @@ from llmpq.model_spec import ModelSpec, builtin_name
 from llmpq.plan import Plan
 from llmpq.runtime.auto_plan import devices_of, dtype_of, kv_of, named_devices, plan_job
 from llmpq.runtime.launch.plans.complete_plan import complete_plan
-from llmpq.runtime.launch.plans.manual_plan import device_plan
+from llmpq.runtime.launch.plans.manual_plan import device_plan, requests_of
 from llmpq.runtime.options import PLANNING, EngineOptions
 from llmpq.topology import Topology
-from llmpq.workload import Workload
 
 _log = logging.getLogger("llmpq.run")
 
@@ -142,14 +141,8 @@ def _made(directory: Path, spec: ModelSpec, known: Cluster, options: EngineOptio
         whole = _whole(directory, spec, known, options, max_len=max_len, rows=rows)
         if whole is not None:
             return whole
-    prompt_len = max(1, max_len // 2)
-    work = Workload(
-        batch=rows,
-        prompt_len=prompt_len,
-        gen_len=max_len - prompt_len + 1,
-        kv=kv_of(options),
-        dtype=dtype_of(spec, options, known),
-    )
+    dtype = dtype_of(spec, options, known)
+    work = requests_of(rows, max_len, kv=kv_of(options), dtype=dtype)
     made = plan_job(directory, known, work, options)
     for note in made.notes:
         _log.info("%s", note)

@@ -30,8 +30,10 @@ from llmpq.runtime.auto_plan import plan_job
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.launch.engine_starter import Replanned
 from llmpq.runtime.launch.plans.complete_plan import complete_plan
+from llmpq.runtime.launch.plans.manual_plan import requests_of
 from llmpq.runtime.launch.plans.pool_plan import request_limits
 from llmpq.runtime.options import AUTO, PLANNED, EngineOptions
+from llmpq.workload import Workload
 
 if TYPE_CHECKING:
     from llmpq.planner.make import MadePlan
@@ -175,7 +177,7 @@ class Replanner:
         slowdowns: Mapping[DeviceKey, float],
     ) -> MadePlan:
         """Return a plan of the same job with as many bits as fit."""
-        floor, work = self._options.min_quality, self._first.workload
+        floor, work = self._options.min_quality, self._job
         most = max(precision.weight_bits for precision in self._first.precisions)
         bits = [p for p in _WEIGHTS if floor <= p.weight_bits <= most]
         kvs = [kv for kv in _KVS[_KVS.index(work.kv) :] if kv is work.kv or kv.bits >= floor]
@@ -210,6 +212,17 @@ class Replanner:
             f"cannot hold the model with {floor} bits or more (--min-quality): "
             f"{_with_names(str(refusal), remaining)}"
         )
+
+    @property
+    def _job(self) -> Workload:
+        """The job that plans are made for: prompts and answers, if the first plan has no answers.
+
+        Such a plan is of one device, where only room counts; requests of any lengths come to it.
+        """
+        work = self._first.workload
+        if work.gen_len > 1:
+            return work
+        return requests_of(work.batch, work.max_len, kv=work.kv, dtype=work.dtype)
 
     @property
     def _is_stored(self) -> bool:

@@ -120,6 +120,21 @@ def test_bits_are_lowered_to_the_floor_and_no_further(demo_model, floor, fits):
         replanner(llm.plan, index, whole_node=True)
 
 
+def test_a_plan_of_one_device_goes_on_over_two_with_all_requests_in_a_step(demo_model):
+    """Its own job has prompts alone: plans for that one decoded request by request."""
+    both, shape = cluster("2 GiB", "2 GiB"), {"max_model_len": 64, "max_num_seqs": 8}
+    options = EngineOptions(cluster=cluster("2 GiB"), dtype="float32", **shape)
+    llm = LLM(demo_model, options=options, start=False)
+    assert llm.plan.workload.gen_len == 1
+    replanner = Replanner(demo_model, llm.model_spec, llm.plan, llm.options)
+    plan = replanner.with_devices(llm.plan, "CPU-1", both).made.plan
+    fresh = LLM(
+        demo_model, options=EngineOptions(cluster=both, dtype="float32", **shape), start=False
+    ).plan
+    assert plan.workload == fresh.workload and plan.decode_microbatch == fresh.decode_microbatch > 1
+    assert plan.predicted.decode_s > 0
+
+
 @pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "model"), [(3, "opt-30b"), (6, "opt-66b"), (8, "bloom-176b")])

@@ -124,6 +124,13 @@ def on_gpu(plan: Plan, number: int = 0) -> Plan:
     return plan.model_copy(update={"stages": stages, "cluster": cluster})
 
 
+def requests_of(rows: int, max_len: int, *, kv: KVPrecision, dtype: Dtype) -> Workload:
+    """Return the job of requests of unknown lengths, up to `max_len`: half prompt, half answer."""
+    prompt_len = max(1, max_len // 2)
+    gen_len = max_len - prompt_len + 1
+    return Workload(batch=rows, prompt_len=prompt_len, gen_len=gen_len, kv=kv, dtype=dtype)
+
+
 def device_plan(
     spec: ModelSpec,
     device: Device,
