@@ -133,6 +133,27 @@ def at_rate(traffic: Sequence[Arrival], rate_per_s: float) -> tuple[Arrival, ...
     return tuple(replace(one, at_s=one.at_s * own / rate_per_s) for one in traffic)
 
 
+def repeated(traffic: Sequence[Arrival], requests: int) -> tuple[Arrival, ...]:
+    """Return a traffic of so many requests at least: the same ones again, at the same mean rate.
+
+    Blocks of a repetition are its own: no prompt is found in the cache that the trace does not
+    repeat itself.
+    """
+    own = rate_of(traffic)
+    span = len(traffic) / own if math.isfinite(own) else 0.0
+    numbers = [block for one in traffic for block in one.blocks]
+    apart = max(numbers) - min(numbers) + 1 if numbers else 0
+    return tuple(
+        replace(
+            one,
+            at_s=one.at_s + again * span,
+            blocks=tuple(block + again * apart for block in one.blocks),
+        )
+        for again in range(max(1, -(-requests // len(traffic))))
+        for one in traffic
+    )
+
+
 def _text(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")

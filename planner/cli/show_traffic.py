@@ -144,7 +144,9 @@ def traffic_lines(
         f"engines: {_engines(best)}",
         highest_line(best.rate.rate_per_s, traffic),
     ]
-    if rows > COMPARED:
+    if objective == "rate":
+        lines.append("engines by themselves, their rates added, for comparison:")
+    elif rows > COMPARED:
         lines.append(f"by the first {COMPARED} requests alone, for comparison:")
     if rows > COMPARED or objective != "rate":
         lines.append(f"this plan: {_gives(found.compared, objective)}")

@@ -118,7 +118,6 @@ class EnginePlanner:
         steady = best_state(model, self.lengths, self.limits)
         if steady is None or model.limits.room < self.lengths.longest:
             return None
-        model = replace(model, speed=steady.rate_per_s)
         return EnginePlan(
             plan=plan, model=model, steady=steady, step_tokens=step_tokens, devices=()
         )

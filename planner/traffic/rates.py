@@ -9,13 +9,18 @@ from dataclasses import dataclass
 
 from llmpq.planner.traffic.simulated import EngineModel, simulate
 from llmpq.service_measures import ATTAINMENT, ServiceLimits, ServiceMeasures
-from llmpq.traffic import Arrival, at_rate
+from llmpq.sizes.kv_format import BLOCK_TOKENS
+from llmpq.traffic import Arrival, at_rate, repeated
 
 RATE_STEP = 0.05
 """Relative distance to which the highest rate is found."""
 MOST_TRIES = 12
 DOWN = 0.7
 """Of a rate that is too high, the next to try until one is kept."""
+ASKED_APART = 2
+"""Rates that are too high before requests are tried alone."""
+GENERATIONS = 3
+"""Requests by which a rate is found, in those that run at once: fewer show no queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,7 @@ class RateFound:
     rate_per_s: float
     """0 where not even requests far apart are within the limits."""
     measures: ServiceMeasures
+    """Of the traffic as long as it is."""
 
 
 APART = 1e-4
@@ -53,6 +59,15 @@ def measured_at(
     return ServiceMeasures.of(simulate(models, moved), limits)
 
 
+def requests_at_once(models: Sequence[EngineModel], traffic: Sequence[Arrival]) -> int:
+    """Return how many requests of a traffic engines run at once: by their rows, by their pools."""
+    mean = sum(one.prompt_tokens + one.output_tokens for one in traffic) / len(traffic)
+    pools = (one.limits.num_blocks * BLOCK_TOKENS / mean for one in models)
+    return sum(
+        max(1, min(one.limits.max_rows, int(room))) for one, room in zip(models, pools, strict=True)
+    )
+
+
 def highest_rate(
     models: Sequence[EngineModel],
     traffic: Sequence[Arrival],
@@ -63,31 +78,48 @@ def highest_rate(
 ) -> RateFound:
     """Return the highest rate at which `ATTAINMENT` of the requests are within the limits.
 
-    Without limits it is the rate at which requests end that all arrive at once. With limits no
-    higher rate is tried either: beyond it a queue grows for ever, which a short trace does not
-    show. Found by bisection that begins at `guess_per_s`, a guess of that highest rate.
-    `deadline_s`: the time of `time.perf_counter` from which the best rate so far is returned.
+    Without limits it is the rate at which requests end that all arrive at once. With limits it is
+    a rate that lasts: a traffic that ends before engines are full says nothing of it, so it is
+    repeated to `GENERATIONS` times the requests that run at once, of which the first are left out,
+    and no rate counts that is above the one at which requests end in full engines. Found by
+    bisection that begins at `guess_per_s`, a guess of that highest rate. `deadline_s`: the time of
+    `time.perf_counter` from which the best rate so far is returned. The measures are of the traffic
+    itself at the rate.
     """
-    unlimited = limits.ttft_s is None and limits.tpot_s is None
-    if unlimited or guess_per_s is None:
+    if limits.ttft_s is None and limits.tpot_s is None:
         at_once = measured_at(models, traffic, limits, math.inf)
-        guess_per_s = at_once.requests_per_s
-        if unlimited:
-            return RateFound(rate_per_s=guess_per_s, measures=at_once)
-    most = rate = guess_per_s
-    low, high, best = 0.0, math.inf, None
-    for _ in range(MOST_TRIES):
-        found = measured_at(models, traffic, limits, rate)
-        if found.attained >= ATTAINMENT:
-            low, best = rate, found
+        return RateFound(rate_per_s=at_once.requests_per_s, measures=at_once)
+    running = requests_at_once(models, traffic)
+    long = repeated(traffic, GENERATIONS * running)
+    most = _full_rate(models, long, running)
+    rate = most if guess_per_s is None else min(most, guess_per_s)
+    low, high = 0.0, math.inf
+    for tries in range(MOST_TRIES):
+        if _lasts(models, at_rate(long, rate), limits, running):
+            low = rate
         else:
-            high, worst = rate, found
-            if not low and rate == most and not kept_apart(models, traffic, limits, rate):
+            high = rate
+            if not low and tries == ASKED_APART and not kept_apart(models, traffic, limits, rate):
                 break
         near = high - low <= RATE_STEP * high or time.perf_counter() > deadline_s
         if low >= most or (low and near):
             break
-        rate = (low + high) / 2 if low else high * DOWN
-    if best is None:
-        return RateFound(rate_per_s=0.0, measures=worst)
-    return RateFound(rate_per_s=low, measures=best)
+        rate = min(most, low / DOWN, (low + high) / 2) if low else high * DOWN
+    return RateFound(
+        rate_per_s=low, measures=measured_at(models, traffic, limits, low if low else rate)
+    )
+
+
+def _full_rate(models: Sequence[EngineModel], long: Sequence[Arrival], running: int) -> float:
+    """Return the rate at which requests end while engines are full: none lasts above it."""
+    ends = sorted(one.end_s for one in simulate(models, at_rate(long, math.inf)))
+    last = running * (len(ends) // running - 1)
+    return (last - running) / max(ends[last] - ends[running], 1e-9)
+
+
+def _lasts(
+    models: Sequence[EngineModel], long: Sequence[Arrival], limits: ServiceLimits, running: int
+) -> bool:
+    """Whether the limits are kept behind the first requests, which find engines empty."""
+    settled = simulate(models, long)[running:]
+    return ServiceMeasures.of(settled, limits).attained >= ATTAINMENT

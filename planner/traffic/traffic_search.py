@@ -22,7 +22,14 @@ from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.topology_search import equal_shares
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic
-from llmpq.planner.traffic.rates import RateFound, highest_rate, measured_at
+from llmpq.planner.traffic.rates import (
+    GENERATIONS,
+    RATE_STEP,
+    RateFound,
+    highest_rate,
+    measured_at,
+    requests_at_once,
+)
 from llmpq.planner.traffic.steady_state import MeanLengths
 from llmpq.service_measures import ATTAINMENT, Quantiles, ServiceMeasures
 from llmpq.topology import EngineShare, Topology, TopologyPredicted
@@ -59,8 +66,9 @@ class Valued:
         `price`: of a unit of loss; `enough`: the rate at which it was served, which once it is kept
         is worth no more than answers that end soon.
         """
+        near = self.rate.rate_per_s >= (1 - RATE_STEP) * enough
         kept = self.rate.rate_per_s >= enough or (
-            math.isfinite(enough) and self.served.attained >= ATTAINMENT
+            math.isfinite(enough) and near and self.served.attained >= ATTAINMENT
         )
         gives = self.rate.rate_per_s
         if objective == "latency" or kept:
@@ -103,6 +111,7 @@ class _Search:
     traffic: NamedTraffic
     objective: TrafficObjective
     known: dict[tuple[Vector, int, int], EnginePlan | None] = field(default_factory=dict)
+    rates: dict[tuple[object, ...], RateFound] = field(default_factory=dict)
 
     def left_s(self) -> float:
         return self.deadline_s - time.perf_counter()
@@ -135,6 +144,21 @@ class _Search:
         """Return what is to be largest."""
         return one.worth(self.objective, self.planner.price, self.enough)
 
+    def rate(self, engine: EnginePlan) -> RateFound:
+        """Return the highest rate of an engine by itself, found once of those that are alike."""
+        key = _alike(engine)
+        if key not in self.rates:
+            models, traffic = [engine.model], self.traffic
+            enough = GENERATIONS * requests_at_once(models, traffic.arrivals)
+            self.rates[key] = highest_rate(
+                models,
+                traffic.arrivals[: max(COMPARED, enough)],
+                traffic.limits,
+                guess_per_s=engine.steady.rate_per_s,
+                deadline_s=self.deadline_s,
+            )
+        return self.rates[key]
+
     def own(self, v: Vector, used: list[int]) -> EnginePlan | None:
         """Return that plan on the next devices that are not used."""
         best = self.best_of(v)
@@ -156,6 +180,25 @@ class _Search:
             found.append(one)
             used = [n + more for n, more in zip(used, v, strict=True)]
         return tuple(found)
+
+
+def _alike(engine: EnginePlan) -> tuple[object, ...]:
+    """Return what an engine's times and room follow from: of equal ones, one is simulated."""
+    plan, nodes = engine.plan, list(dict.fromkeys(stage.node for stage in engine.plan.stages))
+    stages = [
+        (one.profile_kind, one.layers, one.precisions, one.shares, nodes.index(one.node))
+        for one in plan.stages
+    ]
+    links = plan.inputs.links if plan.inputs is not None else ()
+    return (
+        *(str(one) for one in stages),
+        *((one.delay_s, one.handshake_s, one.per_byte_s) for one in links),
+        plan.workload.batch,
+        plan.workload.kv,
+        plan.decode_microbatch,
+        engine.model.limits.num_blocks,
+        engine.step_tokens,
+    )
 
 
 def search_traffic(
@@ -294,17 +337,24 @@ def _others(search: _Search, chosen: Sequence[Vector]) -> dict[int, list[Vector]
 
 
 def _valued(search: _Search, name: str, vectors: Sequence[Vector]) -> Valued | None:
-    """Simulate engines: the highest rate, and the traffic's own."""
     engines = search.engines(vectors)
     return None if engines is None else _simulated(search, name, engines)
 
 
 def _simulated(search: _Search, name: str, engines: tuple[EnginePlan, ...]) -> Valued:
+    """Simulate engines: the highest rates of each by itself, added, or what they are wanted for.
+
+    Each by itself: of as many requests, more engines would be idle for longer.
+    """
     traffic = search.traffic
     models = [one.model for one in engines]
     few, limits = traffic.arrivals[:COMPARED], traffic.limits
-    guess = sum(one.steady.rate_per_s for one in engines)
-    rate = highest_rate(models, few, limits, guess_per_s=guess, deadline_s=search.deadline_s)
+    if search.objective == "rate":
+        found = [search.rate(engine) for engine in engines]
+        total = sum(one.rate_per_s for one in found)
+        rate = RateFound(rate_per_s=total, measures=found[0].measures)
+    else:
+        rate = highest_rate(models, few, limits, deadline_s=search.deadline_s)
     served = rate.measures
     if search.objective == "latency" or math.isfinite(search.enough):
         served = measured_at(models, few, limits)
@@ -344,9 +394,12 @@ def _of_all(search: _Search, best: Valued) -> Valued:
     """Simulate the chosen engines under the whole traffic."""
     traffic, models = search.traffic, [one.model for one in best.engines]
     every, rate = traffic.arrivals, best.rate
-    if len(every) > COMPARED and rate.rate_per_s:
-        guess = 1.2 * rate.rate_per_s
-        late = search.deadline_s
+    late = search.deadline_s
+    if search.objective != "rate":
+        if len(every) > COMPARED:
+            rate = highest_rate(models, every, traffic.limits, deadline_s=late)
+    elif rate.rate_per_s:
+        guess = rate.rate_per_s
         rate = highest_rate(models, every, traffic.limits, guess_per_s=guess, deadline_s=late)
     served = rate.measures
     if traffic.rate_per_s is not None:

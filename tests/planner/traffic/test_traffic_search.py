@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.options import EngineOptions
 from llmpq.service_measures import ServiceLimits, ServiceMeasures
 from llmpq.topology import Topology, read_plan
-from llmpq.traffic import Arrival
+from llmpq.traffic import Arrival, at_rate, poisson_traffic, rate_of, repeated
 
 pytestmark = pytest.mark.pure
 
@@ -83,6 +84,62 @@ def test_no_rate_is_looked_for_where_a_request_alone_is_late() -> None:
     model, traffic = _model("t4", 4), _even(8)
     found = highest_rate([model], traffic.arrivals, ServiceLimits(ttft_s=1e-6), guess_per_s=1.0)
     assert found.rate_per_s == 0.0 and found.measures.attained == 0.0
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ServiceLimits(ttft_s=1.0),
+        ServiceLimits(ttft_s=30.0),
+        ServiceLimits(tpot_s=0.1),
+        ServiceLimits(ttft_s=2.0, tpot_s=0.1),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_highest_rate_lasts(limits: ServiceLimits, count: int) -> None:
+    """Of a traffic that ends before engines are full, too; the same of any number of requests."""
+    models = [_model("t4", 8)] * count
+    short = poisson_traffic([64, 256], [16, 48], requests=12)
+    long = poisson_traffic([64, 256], [16, 48], requests=200 * count, seed=1)
+    found = highest_rate(models, short, limits).rate_per_s
+    ends = sorted(one.end_s for one in simulate(models, at_rate(long, math.inf)))
+    full = 120 * count / (ends[160 * count] - ends[40 * count])
+    assert 0 < found <= 1.1 * full
+    lasting = simulate(models, at_rate(long, 0.8 * found))[16 * count :]
+    assert ServiceMeasures.of(lasting, limits).attained >= 0.9
+    assert highest_rate(models, long, limits).rate_per_s == pytest.approx(found, rel=0.25)
+
+
+def test_engines_alike_keep_up_as_many_times_the_rate_of_one() -> None:
+    model, limits = _model("t4", 8), ServiceLimits(ttft_s=1.0)
+    traffic = poisson_traffic([64, 256], [16, 48], requests=12)
+    one, four = (highest_rate([model] * n, traffic, limits).rate_per_s for n in (1, 4))
+    assert 3.4 * one < four < 5.5 * one
+
+
+def test_a_repeated_traffic_has_its_rate_and_finds_no_prompt_again() -> None:
+    rows = (Arrival(0.0, 600, 4, (7, 8)), Arrival(1.0, 600, 4, (7, 9)), Arrival(3.0, 600, 4, (7,)))
+    again = repeated(rows, 8)
+    assert len(again) == 9 and again[:3] == rows
+    assert rate_of(again) == pytest.approx(rate_of(rows))
+    assert [one.blocks[0] for one in again[::3]] == [7, 10, 13]
+    assert all(early.at_s < late.at_s for early, late in zip(again, again[1:], strict=False))
+    assert {one.at_s for one in repeated(_even(3).arrivals, 7)} == {0.0}
+    assert repeated(rows, 2) == rows
+
+
+def test_a_plan_predicts_what_its_simulation_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    plan = _planned(["--devices", "t4,v100", "--rate", "12", "--ttft", "1"], path)
+    assert isinstance(plan, Topology) and plan.plans[0].traffic is not None
+    capsys.readouterr()
+    words = ["simulate", str(path), *TRAFFIC, "--rate", "12", "--ttft", "1", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    predicted = plan.plans[0].traffic.predicted.model_dump(mode="json")
+    assert {name: found[name] for name in predicted} == predicted
 
 
 def test_a_limit_that_only_a_request_alone_keeps_is_planned_for(tmp_path: Path) -> None:
@@ -147,7 +204,9 @@ def test_simpler_ways_are_beside_the_plan_in_one_measure(
     """Of more requests than plans are compared by: the plan is best in its own column."""
     _planned(["--devices", "t4,v100", *words, "--requests", "90"], tmp_path / "plan.json")
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    first = lines.index("by the first 64 requests alone, for comparison:")
+    alone = "engines by themselves, their rates added, for comparison:"
+    few = "by the first 64 requests alone, for comparison:"
+    first = lines.index(alone if "max" in words else few)
     found = {}
     for line in lines[first + 1 : first + 5]:
         name, _, said = line.partition(": ")
