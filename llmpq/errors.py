@@ -112,7 +112,8 @@ def _most_alike(name: str, options: list[str]) -> list[str]:
     most = max(words.values(), default=0)
     if most >= 2:
         options = [option for option in options if words[option] == most]
-    return difflib.get_close_matches(name, options, n=3, cutoff=0.2 if most >= 2 else 0.5)
+    like = difflib.get_close_matches(name, options, n=3, cutoff=0.2 if most >= 2 else 0.5)
+    return sorted(like, key=lambda one: not name.startswith(one))
 
 
 def _words(name: str) -> set[str]:

@@ -31,7 +31,7 @@ CPU_ACTIVATIONS = (
 )
 PROBE_CPU = "measure this machine's CPU first, some two seconds, for its CPUs; kept for later"
 HEAD_BITS = "bits of the output matrix (8 on CPUs with --bits of 8 or fewer, else 16); not in omega"
-THETA_OUT = "leave one of them out"
+THETA_OUT = "leave that out"
 GROUP_SIZES = "weights that share a scale: 128, 64, 32 (slower on GPUs), or 0 for a channel"
 NOTES = """\
 commands, each with its own --help (flags alone mean `plan`):
@@ -232,9 +232,7 @@ def add_cluster(section: Section) -> None:
 
 def _how_to_choose(section: Section) -> None:
     no_front = Only(lambda a: not a.pareto, "with --pareto", "leave --pareto out")
-    no_budget = Only(
-        lambda a: a.quality_budget is None, "with --quality-budget", "leave --quality-budget out"
-    )
+    no_budget = Only(lambda a: a.quality_budget is None, "with --quality-budget", "leave that out")
     front = Only(lambda a: a.pareto, "without --pareto", "add --pareto")
     omega = "omega.json of llmpq-profile indicator: what each layer loses at each precision"
     section.flag("--omega-file", metavar="FILE", help=omega)
@@ -251,7 +249,10 @@ def _how_to_choose(section: Section) -> None:
         only=(no_front, no_budget),
         help="paper's form, instead: seconds one unit of omega is worth, in the indicator's unit",
     )
-    budget = "the fastest plan that loses no more than this (0: nothing, 1: as all at 4 bits)"
+    budget = (
+        "the fastest plan that loses no more than this (0: nothing, 1: as all at 4 bits; in the "
+        "unit of --omega-file where there is one)"
+    )
     section.flag("--quality-budget", type=float, metavar="LOSS", help=budget)
     section.flag("--pareto", action="store_true", help="list the front of time and sum omega")
     points = f"points at most (default {DEFAULT_POINTS})"

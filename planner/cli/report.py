@@ -156,9 +156,11 @@ def memory_table(plan: Plan, width: int = WIDE) -> Table:
 def headline(plan: Plan) -> list[str]:
     """Return what the plan promises, in a few lines."""
     work, predicted, solver = plan.workload, plan.predicted, plan.solver
+    served = plan.traffic is not None  # the plan's job is then what its engine was planned as
+    job = f"{work.requests} of {work.prompt_len} + {work.gen_len} tokens"
     lines = [
-        f"{plan.model.name} on {plan.cluster.name}: {work.requests} of {work.prompt_len} + "
-        f"{work.gen_len} tokens, {work.dtype}, {_cache_text(work)}",
+        f"{plan.model.name} on {plan.cluster.name}: {'live traffic' if served else job}, "
+        f"{work.dtype}, {_cache_text(work)}",
         f"micro-batches: prefill {plan.prefill_microbatch}, decode {plan.decode_microbatch}"
         + (f"; {chunks_line(plan)}" if plan.prefill_chunk is not None else ""),
     ]
@@ -179,11 +181,14 @@ def headline(plan: Plan) -> list[str]:
             )
     if predicted is not None:
         source = "estimated, not profiled" if predicted.estimated else "from the profile"
-        lines.append(
-            f"predicted: {predicted.total_s:.3f} s (prefill {predicted.prefill_s:.3f}, decode "
-            f"{predicted.decode_s:.3f}); times {source}"
-        )
-        lines.append(speed_line(plan))
+        if served:
+            lines.append(f"times {source}")
+        else:
+            lines.append(
+                f"predicted: {predicted.total_s:.3f} s (prefill {predicted.prefill_s:.3f}, decode "
+                f"{predicted.decode_s:.3f}); times {source}"
+            )
+            lines.append(speed_line(plan))
         lines += loss_lines(plan)
     lines.append(f"{solver.method}: {quality_of(plan)}")
     return lines

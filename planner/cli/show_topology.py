@@ -137,13 +137,20 @@ def print_topology(
     assert predicted is not None, "the planner always predicts"
     estimated = any(p.predicted is not None and p.predicted.estimated for p in topology.plans)
     source = "estimated, not profiled" if estimated else "from the profile"
+    model, ending = f"{topology.model.name} on {topology.cluster.name}", work.dtype
+    if any(plan.traffic is not None for plan in topology.plans):
+        job = [f"{model}: live traffic, {ending}, {len(topology.engines)} engines; times {source}"]
+    else:
+        job = [
+            f"{model}: {work.requests} of {work.prompt_len} + {work.gen_len} tokens, {ending}, "
+            f"{len(topology.engines)} engines",
+            f"predicted: {predicted.total_s:.3f} s, {shown(predicted.output_tokens_per_s)} "
+            f"tokens/s of all engines; times {source}",
+            wait_line(topology),
+        ]
     for line in (
         *warnings_of(notes),
-        f"{topology.model.name} on {topology.cluster.name}: {work.requests} of "
-        f"{work.prompt_len} + {work.gen_len} tokens, {work.dtype}, {len(topology.engines)} engines",
-        f"predicted: {predicted.total_s:.3f} s, {shown(predicted.output_tokens_per_s)} tokens/s "
-        f"of all engines; times {source}",
-        wait_line(topology),
+        *job,
         *loss_lines(_lossiest(topology)),
         *lines,
     ):

@@ -113,7 +113,8 @@ def changed_devices(
 ) -> tuple[PlanRequest, Cluster | None]:
     """Return the request, its pins on the devices they were on, and the devices after a change.
 
-    No devices where the request names them all, those that are added as well.
+    No devices where the request names them all, those that are added as well. Their name says the
+    change: a refusal is of them.
     """
     if request.devices is not None and change.startswith("+") and len(change) > 1:
         added = f"{request.devices},{change[1:]}"
@@ -128,6 +129,7 @@ def changed_devices(
     if change.startswith("-") and 1 < count > there > 0:
         raise ValueError(f"--what-if {change}: the devices have {there} of them")
     reserve = None if request.reserve is None else parse_size(request.reserve)
+    whole = cluster.name
     for _ in range(count):
         if change.startswith("+"):
             cluster = with_added(cluster, name, reserve)
@@ -136,7 +138,8 @@ def changed_devices(
         left, names = without(cluster, gone)
         pins = [_moved(pin, cluster, names, change) for pin in request.pin]
         request, cluster = replace(request, pin=pins), left
-    return request, cluster_within(cluster, request.gpu_memory_utilization)
+    named = cluster.model_copy(update={"name": f"{whole} with {change}"})
+    return request, cluster_within(named, request.gpu_memory_utilization)
 
 
 def _counted(cluster: Cluster, change: str) -> tuple[str, int]:

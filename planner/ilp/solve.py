@@ -58,7 +58,8 @@ def solve_ilp(
     search.run()
     if search.best is None:
         if search.bound < math.inf:
-            raise Unfinished(no_plan_yet(time_limit_s))
+            of = f"; {search.note}" if search.note else ""
+            raise Unfinished(no_plan_yet(time_limit_s) + of)
         raise Infeasible(no_plan_fits(p)) if search.all_orders else Unfinished(NONE_TOGETHER)
     bound = min(search.bound, search.value) if search.all_orders else -math.inf
     proven = search.value - bound <= OPTIMAL_GAP * abs(search.value)

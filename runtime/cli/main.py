@@ -124,7 +124,7 @@ def _flush() -> OSError | None:
 def _interrupted(command: str) -> str:
     if command == "run":
         return (
-            "interrupted; finished rows are in the output file, continue with: llmpq-dist run "
-            "--resume and the same arguments"
+            "interrupted; rows that are finished, if any, are in the output file, continue with: "
+            "llmpq-dist run --resume and the same arguments"
         )
     return f"'{command}' was interrupted before its end; run it again"

@@ -124,6 +124,12 @@ def test_an_unknown_key_is_named_before_what_is_missing_without_it() -> None:
         Cluster.parse_data({"name": "lab", "nodes": [{"nmae": "a"}]}, where="my.yaml")
 
 
+def test_a_key_that_begins_with_one_that_is_known_is_taken_for_it() -> None:
+    for key, said in (("hostname", "host"), ("host_name", "host"), ("labels_", "labels")):
+        with pytest.raises(ValueError, match=f"unknown key 'nodes.0.{key}': did you mean '{said}'"):
+            Cluster.parse_data({"name": "lab", "nodes": [{"name": "a", key: "x"}]}, where="x")
+
+
 def test_a_link_said_in_part_has_the_rest_of_its_default() -> None:
     nodes = [{"name": name, "accelerators": "T4:1"} for name in "ab"]
     links = {"between_nodes": {"gbps": 25}, "within_node": {"latency_us": 5}}

@@ -216,6 +216,9 @@ def test_what_if_says_what_a_change_makes_possible(
     for line, (change, fits) in zip(text.splitlines(), changes.items(), strict=True):
         assert line.startswith(f"what if {change}: {'fits: ' if fits else 'opt-30b does not fit'}")
     assert " tokens/s, 4 bits, quality loss 1" in text.splitlines()[0]
+    assert text.splitlines()[-1].startswith(
+        "what if -large: opt-30b does not fit pair with -large: "
+    )
 
 
 def test_quality_change_in_words() -> None:

@@ -188,6 +188,7 @@ def test_cards_that_hold_the_model_are_engines_of_their_own(
         assert line in text
     assert "replicas: the same" in text
     assert "stages that devices share are not searched for live traffic" in text
+    assert "on T4:2: live traffic, " in text and "sent at once" not in text
 
 
 @pytest.mark.parametrize(
@@ -236,6 +237,7 @@ def test_few_requests_are_all_compared_by(
     _planned(["--devices", "t4", "--rate", "3"], tmp_path / "plan.json")
     text = capsys.readouterr().out
     assert "requests alone" not in text and "this plan: " in text
+    assert "on T4: live traffic, " in text and "sent at once" not in text
 
 
 def test_a_run_takes_the_step_and_the_requests_of_the_plan(tmp_path: Path) -> None:
