@@ -148,8 +148,7 @@ def traffic_lines(
         lines.append("engines by themselves, their rates added, for comparison:")
     elif rows > COMPARED:
         lines.append(f"by the first {COMPARED} requests alone, for comparison:")
-    if rows > COMPARED or objective != "rate":
-        lines.append(f"this plan: {_gives(found.compared, objective)}")
+    lines.append(f"this plan: {_gives(found.compared, objective)}")
     quick = found.quickest
     if quick.loss > best.loss and objective == "rate":
         lines.append(

@@ -132,7 +132,8 @@ def test_a_plan_predicts_what_its_simulation_gives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plan.json"
-    plan = _planned(["--devices", "t4,v100", "--rate", "12", "--ttft", "1"], path)
+    words = ["--devices", "t4,v100", "--rate", "12", "--ttft", "1", "--prefer", "speed"]
+    plan = _planned(words, path)
     assert isinstance(plan, Topology) and plan.plans[0].traffic is not None
     capsys.readouterr()
     words = ["simulate", str(path), *TRAFFIC, "--rate", "12", "--ttft", "1", "--json"]
