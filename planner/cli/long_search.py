@@ -14,7 +14,7 @@ AFTER_S = 3.0
 
 
 @contextmanager
-def line_if_long(doing: str, time_limit_s: float) -> Iterator[None]:
+def line_if_long(doing: str, time_limit_s: float | None = None) -> Iterator[None]:
     """Say what is being done, once, if the block takes longer than `AFTER_S`.
 
     Only where stderr is a terminal. By an alarm of the system (none on Windows), not by a thread:
@@ -27,7 +27,8 @@ def line_if_long(doing: str, time_limit_s: float) -> Iterator[None]:
         return
 
     def say(number: int, frame: FrameType | None) -> None:
-        sys.stderr.write(f"llmpq-algo: {doing} (--time-limit {time_limit_s:g})\n")
+        limit = "" if time_limit_s is None else f" (--time-limit {time_limit_s:g})"
+        sys.stderr.write(f"llmpq-algo: {doing}{limit}\n")
         sys.stderr.flush()
 
     before = signal.signal(alarm, say)

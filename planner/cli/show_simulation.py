@@ -6,6 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from llmpq.planner.cli.long_search import line_if_long
 from llmpq.planner.cli.show_plan import open_console, say
 from llmpq.planner.problem.requests import SimulateRequest
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
@@ -26,12 +27,15 @@ def show_simulation(request: SimulateRequest) -> None:
     plan = read_plan(request.plan)
     budget = request.max_num_batched_tokens
     models = [EngineModel.of_plan(one, max_num_batched_tokens=budget) for one in plan.plans]
+    doing = f"simulating {len(traffic.arrivals)} requests"
     if traffic.rate_per_s is None:
-        found = highest_rate(models, traffic.arrivals, traffic.limits)
+        with line_if_long(f"{doing} at several rates"):
+            found = highest_rate(models, traffic.arrivals, traffic.limits)
         rate, measures = found.rate_per_s, found.measures
     else:
         rate = traffic.rate_per_s
-        measures = measured_at(models, traffic.arrivals, traffic.limits)
+        with line_if_long(doing):
+            measures = measured_at(models, traffic.arrivals, traffic.limits)
     if request.json:
         data = {"schema": 1, "rate_per_s": rate, **measures.model_dump(mode="json")}
         sys.stdout.write(json.dumps(data, indent=1) + "\n")

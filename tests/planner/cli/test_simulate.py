@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from llmpq.planner.__main__ import main
+from llmpq.planner.cli import long_search
 
 pytestmark = pytest.mark.pure
 
@@ -18,6 +21,13 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
     words = ["--devices", "t4:2", "--model", "opt-1.3b", "--batch", "8", "--engines", "1"]
     assert main([*words, "--prompt-len", "256", "--gen-len", "32", "-o", str(path)]) == 0
     return str(path)
+
+
+class Terminal(io.StringIO):
+    """Standard error at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 DRAWN = ["--prompt", "64,256", "--gen", "8", "--requests", "30"]
@@ -45,6 +55,17 @@ def test_a_trace_is_simulated_at_its_rate_or_another(
     text = capsys.readouterr().out
     assert "12 requests at 2/s, predicted:" in text and "first token (TTFT)" in text
     assert "within TTFT 2 s: 100.0% of the requests" in text
+
+
+@pytest.mark.parametrize(("rate", "said"), [("2", ""), ("max", " at several rates")])
+def test_a_terminal_is_kept_informed(
+    rate: str, said: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(long_search, "AFTER_S", 0.001)
+    assert main(["simulate", plan, *DRAWN, "--rate", rate, "--ttft", "1"]) == 0
+    assert terminal.getvalue() == f"llmpq-algo: simulating 30 requests{said}\n"
 
 
 def test_the_highest_rate_keeps_the_limits_and_a_higher_one_does_not(
