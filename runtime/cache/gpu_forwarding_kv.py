@@ -14,13 +14,14 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from llmpq.kernels.kv.paged.paged_rows import TokenPlaces
 from llmpq.kernels.kv.reference import Scoring
 from llmpq.runtime.cache.forwarding_kv import DraftedKV, ForwardingKV, KVByShape
 from llmpq.runtime.cache.gpu_packed_kv import turned
-from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.models.rotary import StepRotation
 from llmpq.runtime.paged_step import PagedStep
@@ -51,10 +52,11 @@ class GpuForwardingKV(ForwardingKV, GpuPagedKVBase):
         tables = [p.table(*given, num_rows=num_rows, num_places=num_places) for p in self._pools]
         return [row for table in tables for row in table]
 
-    def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
+    def work_split(self, table: Sequence[Sequence[int]]) -> Numbers:
         """Return what each program of attention takes, of all pools."""
         ends = zip(self._pools, self._fields, self._fields[1:], strict=False)
-        return [value for pool, a, b in ends for value in pool.work_split(table[a:b])]
+        each = (pool.work_split(table[a:b]) for pool, a, b in ends)
+        return np.concatenate([np.asarray(values, dtype=np.int64) for values in each])
 
     def places(
         self, rows_FR: Tensor, num_places: int, *, padding_slot: int

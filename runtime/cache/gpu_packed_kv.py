@@ -33,7 +33,7 @@ from llmpq.kernels.kv.reference import Scoring
 from llmpq.kernels.kv.storage import KVLayer
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, write_blocks
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers, write_blocks
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.device_copies import upload
 from llmpq.runtime.models.rotary import StepRotation
@@ -109,9 +109,9 @@ class GpuPackedKV(GpuPagedKVBase):
                 found = row.new_blocks[start // BLOCK_TOKENS - 1 - row.first_block]
                 self._resume(row.slot, start, found)
 
-    def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
+    def work_split(self, table: Sequence[Sequence[int]]) -> Numbers:
         """Return what each of attention's programs takes of a rows' table."""
-        values: list[int] = self.launches.work_split(table)
+        values: Numbers = self.launches.work_split(table)
         return values
 
     def attend(

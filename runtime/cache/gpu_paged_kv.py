@@ -28,7 +28,7 @@ from llmpq.kernels.kv.prompt_attend import WIDEST, prompt_attend
 from llmpq.kernels.kv.reference import Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, tokens_of, write_blocks
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers, tokens_of, write_blocks
 from llmpq.runtime.cache.host_blocks import HostBlocks
 from llmpq.runtime.models.rotary import StepRotation
 from llmpq.runtime.paged_step import PagedStep
@@ -157,7 +157,7 @@ class GpuPagedKV(GpuPagedKVBase):
             window=self.launches.window,
         )
 
-    def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
+    def work_split(self, table: Sequence[Sequence[int]]) -> Numbers:
         """Return what attention's programs take of a rows' table."""
         plan = self.launches
         return split_work(table, plan.programs, windowed=plan.window > 0)

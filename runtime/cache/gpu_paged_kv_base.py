@@ -9,7 +9,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from llmpq.kernels.kv.paged.paged_rows import FIELDS, TokenPlaces, spread
@@ -18,6 +20,9 @@ from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.device_copies import upload
 from llmpq.runtime.models.rotary import StepRotation
 from llmpq.runtime.step import Step
+
+Numbers = Sequence[int] | NDArray[np.int64]
+"""Some of what is sent of a step; of thousands an array, for lists of them take milliseconds."""
 
 
 class GpuPagedKVBase(PagedKV):
@@ -53,7 +58,7 @@ class GpuPagedKVBase(PagedKV):
     num_work_split = 0
     """Numbers that `work_split` returns."""
 
-    def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
+    def work_split(self, table: Sequence[Sequence[int]]) -> Numbers:
         """Return what each program of attention takes of a rows' table, if it reads that."""
         return []
 

@@ -62,10 +62,10 @@ class Deal:
     packed: Cut
     ring: Cut
 
-    def entries(self, programs: int, rows: Sequence[Sequence[int]]) -> list[int]:
+    def entries(self, programs: int, rows: Sequence[Sequence[int]]) -> Ints:
         """Return the entries [2, programs, ENTRY] of packed tiles and of rings, flat.
 
-        `rows`: each row's slot, its position and its place.
+        `rows`: each row's slot, its position and its place. An array: thousands of numbers a step.
         """
         found = np.zeros((2, programs, ENTRY), dtype=np.int64)
         found[:, :, 1] = -1
@@ -77,8 +77,7 @@ class Deal:
             own += tuple(np.asarray(of_row)[cut.row] for of_row in rows)
             for field, values in enumerate(own):
                 entry[:used, field] = values
-        entries: list[int] = found.ravel().tolist()
-        return entries
+        return found.ravel()
 
 
 def _line(tiles: Ints, programs: int) -> Cut:

@@ -13,12 +13,13 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import triton
 
 from llmpq.kernels.formats.kv_block import TILE_TOKENS, KVFormat, pool_format
 from llmpq.kernels.kv.launch_plan import AHEAD, LOOP_SHAPE, programs_per_sm, shared_memory
-from llmpq.kernels.kv.paged.packed_pages_deal import ENTRY, Deal, deal
+from llmpq.kernels.kv.paged.packed_pages_deal import ENTRY, Deal, Ints, deal
 from llmpq.kernels.kv.paged.paged_plan import Scores
 from llmpq.kernels.kv.paged.paged_rows import summed_rows
 from llmpq.kernels.multiprocessors import multiprocessors
@@ -184,11 +185,11 @@ class PackedPlan:
         most = self.programs if self.many_rows is None else max(self.programs, self.many_rows[2])
         return 2 * most * ENTRY
 
-    def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
+    def work_split(self, table: Sequence[Sequence[int]]) -> Ints:
         """Return what each program takes of a rows' table."""
         own = self.for_rows(len(table[0]))
-        values = own._deal(table).entries(own.programs, (table[0], table[1], table[3]))
-        return values + [0] * (self.num_work_split - len(values))
+        entries = own._deal(table).entries(own.programs, (table[0], table[1], table[3]))
+        return np.pad(entries, (0, self.num_work_split - len(entries)))
 
     def _steps(self, position: int) -> tuple[int, int]:
         """Return the steps over packed tiles and over the ring of a query at a position."""

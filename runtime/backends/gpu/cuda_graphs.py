@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import StepMessage
 
@@ -90,6 +92,8 @@ class StepGraphs(ABC):
         pinned = device.type == "cuda"
         shape = (RING, self._most_values)
         self._staging = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
+        self._staged: NDArray[np.int32] = self._staging.numpy()
+        """The same memory."""
         self._copied: list[torch.cuda.Event | None] = [None] * RING
         self._next = 0
         self._captured: dict[int, _Captured] = {}
@@ -189,18 +193,19 @@ class StepGraphs(ABC):
         copied = self._copied[place]
         if copied is not None:
             copied.synchronize()
-        values = self._values(message, num_rows)
-        staging = self._staging[place, : len(values)]
-        staging.copy_(torch.tensor(values, dtype=torch.int32))
-        self._rows[: len(values)].copy_(staging, non_blocking=True)
+        end = 0
+        for values in self._values(message, num_rows):
+            self._staged[place, end : end + len(values)] = values
+            end += len(values)
+        self._rows[:end].copy_(self._staging[place, :end], non_blocking=True)
         if self._device.type == "cuda":
             event = copied or torch.cuda.Event()
             event.record()
             self._copied[place] = event
 
     @abstractmethod
-    def _values(self, message: StepMessage, size: int) -> list[int]:
-        """Return the values sent of a step."""
+    def _values(self, message: StepMessage, size: int) -> list[Numbers]:
+        """Return the values sent of a step, which stand one behind the other."""
 
     @abstractmethod
     def _forward(self, size: int, hidden_BQh: Tensor | None) -> StepOutput:

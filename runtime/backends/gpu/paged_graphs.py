@@ -23,7 +23,7 @@ from llmpq.kernels.fused.argmax import argmax
 from llmpq.kernels.kv.prompt_attend import prompt_runs
 from llmpq.kernels.recurrent.notes import FIELDS, noted_table
 from llmpq.runtime.backends.gpu.cuda_graphs import StepGraphs, StepOutput, rounded_rows
-from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Span, StepMessage, num_revocable
@@ -174,7 +174,7 @@ class PagedGraphs(StepGraphs):
     def _widened(self, hidden_BQh: Tensor, size: int) -> Tensor:
         return functional.pad(hidden_BQh, (0, 0, 0, size - hidden_BQh.shape[1]))
 
-    def _values(self, message: StepMessage, size: int) -> list[int]:
+    def _values(self, message: StepMessage, size: int) -> list[Numbers]:
         # What a graph does must not hang on the rows.
         captured = self._captures(size)
         self._prompts = () if captured else prompt_runs(message.starts, message.num_new)
@@ -184,13 +184,12 @@ class PagedGraphs(StepGraphs):
             num_rows=self._num_rows(size),
             num_places=size,
         )
-        rows = [value for row in table for value in row]
         noted = self._noted.values(
             *(message.slots, message.starts, message.num_new, num_revocable(message)),
             num_rows=self._num_rows(size),
         )
         padding = [0] * (size - len(tokens))
-        return [*self._pages.work_split(table), *rows, *tokens, *padding, *noted]
+        return [self._pages.work_split(table), *table, tokens, padding, noted]
 
     def _step(self, size: int) -> tuple[PagedStep, Tensor]:
         """Return the step that was sent last, and its tokens."""

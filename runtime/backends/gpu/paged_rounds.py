@@ -21,7 +21,7 @@ from torch import Tensor
 from llmpq.kernels.fused.argmax import argmax
 from llmpq.runtime.backends.gpu.cuda_graphs import StepGraphs, StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.paged_graphs import NotedRows, paged_step
-from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
 from llmpq.runtime.drafts.acceptance import agreeing_prefix
 from llmpq.runtime.drafts.draft_model import DraftModel
 from llmpq.runtime.models.stage_model import StageModel
@@ -69,32 +69,30 @@ class PagedRoundGraphs(StepGraphs):
         verify = [pages.num_work_split, pages.num_fields * (num_rows + 1), noted]
         return [*draft, *verify, num_rows, num_rows, *[num_rows * positions] * 2]
 
-    def _values(self, message: StepMessage, num_rows: int) -> list[int]:
+    def _values(self, message: StepMessage, num_rows: int) -> list[Numbers]:
         positions, given = self._gamma + 1, range(message.num_rows)
         order = sorted(given, key=lambda row: -message.num_new[row])
         slots, starts, counts = (
             [column[row] for row in order]
             for column in (message.slots, message.starts, message.num_new)
         )
-        values: list[int] = []
+        values: list[Numbers] = []
         for place in range(self._gamma):
             drafting = sum(count > 1 + place for count in counts)
             one_each = [1] * drafting
             rows = slots[:drafting], [start + place for start in starts[:drafting]], one_each
             table = self._draft_pages.table(*rows, num_rows=num_rows, num_places=num_rows)
-            values += self._draft_pages.work_split(table)
-            values += [value for row in table for value in row]
-            values += self._noted.values(*rows, one_each, num_rows=num_rows)
+            values += [self._draft_pages.work_split(table), *table]
+            values.append(self._noted.values(*rows, one_each, num_rows=num_rows))
         num_places, lasts = num_rows * positions, [count - 1 for count in message.num_new]
         table = self._pages.table(
             slots, starts, counts, num_rows=num_rows + 1, num_places=num_places
         )
-        values += self._pages.work_split(table)
-        values += [value for row in table for value in row]
+        values += [self._pages.work_split(table), *table]
         drafts = [count - 1 for count in counts]
-        values += self._noted.values(slots, starts, counts, drafts, num_rows=num_rows + 1)
-        values += [message.tokens[row][0] for row in order] + [0] * (num_rows - len(order))
-        values += lasts + [0] * (num_rows - len(order))
+        values.append(self._noted.values(slots, starts, counts, drafts, num_rows=num_rows + 1))
+        padding = [0] * (num_rows - len(order))
+        values += [[message.tokens[row][0] for row in order], padding, lasts, padding]
         source = [at * positions + q for at, count in enumerate(counts) for q in range(count)]
         firsts = {row: sum(counts[:at]) for at, row in enumerate(order)}
         back = [
@@ -103,7 +101,7 @@ class PagedRoundGraphs(StepGraphs):
             for q in range(positions)
         ]
         for index in (source, back):
-            values += index + [0] * (num_places - len(index))
+            values += [index, [0] * (num_places - len(index))]
         return values
 
     def _forward(self, num_rows: int, hidden_BQh: Tensor | None) -> StepOutput:

@@ -27,7 +27,9 @@ def parts_of(entries, tiles, programs):
 def check(tiles, rings, programs):
     made = deal(tuple(tiles), tuple(rings), programs)
     rows = range(len(tiles))
-    entries = made.entries(programs, (rows, [7 * row for row in rows], [row + 5 for row in rows]))
+    entries = made.entries(
+        programs, (rows, [7 * row for row in rows], [row + 5 for row in rows])
+    ).tolist()
     half = programs * ENTRY
     for cut, own, values in (
         (made.packed, tiles, entries[:half]),
