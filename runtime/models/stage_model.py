@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.kernels.cpu.pack_contiguous import pack_contiguous
+from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.cache.kv_cache import KVCache
@@ -290,7 +291,9 @@ def _kind(layer: DecoderLayer) -> object:
     kind = []
     for name, part in layer.named_modules():
         rule = getattr(part, "rule", None)
-        scores = () if rule is None else (rule.window > 0, rule.cap > 0, rule.chunked)
+        scores: tuple[bool, ...] = ()
+        if isinstance(rule, ScoreRule):  # a mixture's router has a rule, too
+            scores = (rule.window > 0, rule.cap > 0, rule.chunked)
         weights = tuple(held.nbytes for held in held_weights(part))
         kind.append((name, type(part), type(getattr(part, "weight", None)), weights, scores))
     return tuple(kind)

@@ -18,10 +18,10 @@ from llmpq.runtime.weights.sources import RandomSource
 pytestmark = pytest.mark.cpu
 
 
-def build(bits: str) -> StageModel:
+def build(bits: str, model: str = "llama-3.1-8b", **changes: int) -> StageModel:
     spec = replace(
-        ModelSpec.by_name("llama-3.1-8b"), num_layers=len(bits), hidden=64, heads=4, kv_heads=2,
-        head_dim=16, ffn=128, vocab=100,
+        ModelSpec.by_name(model), num_layers=len(bits), hidden=64, heads=4, kv_heads=2,
+        head_dim=16, ffn=128, vocab=100, **changes,
     )  # fmt: skip
     return StageModel.build(
         spec, range(len(bits)), [Precision.parse(f"w{one}a16") for one in bits], first=True,
@@ -51,6 +51,12 @@ def test_it_has_the_ends_and_one_of_each_precision(bits, expected):
     assert short.embedding is stage.embedding and short.head is stage.head
     assert short._places == [stage._places[place] for place in expected]
     assert len(stage.layers) == len(bits)
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b"])
+def test_routers_of_mixtures_have_rules_of_their_own(model):
+    stage = build("4444", model, experts=4, experts_per_token=2)
+    assert places(stage, stage.abridged()) == [0, 1, 3]
 
 
 def test_rules_of_scores_tell_layers_apart_and_readers_of_others_stay_together():
