@@ -232,7 +232,9 @@ def add_cluster(section: Section) -> None:
 
 def _how_to_choose(section: Section) -> None:
     no_front = Only(lambda a: not a.pareto, "with --pareto", "leave --pareto out")
-    no_budget = Only(lambda a: a.quality_budget is None, "with --quality-budget", "leave that out")
+    no_budget = Only(
+        lambda a: a.quality_budget is None, "with --quality-budget", "leave --quality-budget out"
+    )
     front = Only(lambda a: a.pareto, "without --pareto", "add --pareto")
     omega = "omega.json of llmpq-profile indicator: what each layer loses at each precision"
     section.flag("--omega-file", metavar="FILE", help=omega)

@@ -14,7 +14,11 @@ from llmpq.planner.check.verify import Refused, Verified, verify
 from llmpq.planner.problem.requests import VerifyRequest
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import variants_with_room
-from llmpq.planner.solving.worker import certificate_in_child, engine_proofs_in_child
+from llmpq.planner.solving.worker import (
+    SolverCrashed,
+    certificate_in_child,
+    engine_proofs_in_child,
+)
 
 if TYPE_CHECKING:
     from llmpq.planner.problem.problem import Problem
@@ -42,7 +46,7 @@ def write_certificate(output: str, best: Answer, options: SolveOptions) -> str |
         data = certificate_in_child(
             best.plan, best.problem, best.outcome.assignment, variants, options.budget
         )
-    except ValueError:
+    except (ValueError, SolverCrashed):  # the plan is as good without; a crash has been said
         return None
     return _written(output, data)
 
@@ -69,7 +73,7 @@ def write_topology_certificate(
         data = topology_certificate(
             topology, problem, engines, variants, options.budget, proofs, exactly
         )
-    except ValueError:
+    except (ValueError, SolverCrashed):  # the plan is as good without; a crash has been said
         return None
     return _written(output, data)
 

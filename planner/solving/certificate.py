@@ -353,6 +353,8 @@ class _Proof:
             for row, column in {(0, 0), middle, (-1, -1)}:
                 eta, xi = p.prefill_sizes[row], p.decode_sizes[column]
                 self._add_multipliers(k, eta, xi)
+            if not self.vectors[k].made:  # no fractions of layers have room there
+                self.vectors[k].add(_nothing(len(p.classes)))
         heap = [
             (float(bound), next(self._ticket), (k, row, column), None)
             for k, vector in enumerate(self.vectors)

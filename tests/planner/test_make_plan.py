@@ -46,7 +46,7 @@ def test_devices_share_a_stage_where_one_engine_gains_by_it() -> None:
         ({"batch": 0}, "batch must be between 1 and 10,000, got 0"),
         ({"batch": "8"}, "batch must be a whole number, 1 to 10,000, got '8'"),
         ({"batch": True}, "batch must be a whole number, 1 to 10,000, got True"),
-        ({"prompt_len": "8kb"}, "prompt_len must be a whole number, 1 to 1,000,000, got '8kb'"),
+        ({"prompt_len": "8kb"}, "prompt_len must be a whole number, 1 to 1,048,576, got '8kb'"),
         ({"bits": {4}}, 'bits must be text, such as "4,8", got {4}'),
         ({"context": 64, "prompt_len": 8}, "context is prompt and answer together"),
         ({"context": 64, "gen_len": 64}, "context=64 has no room for a prompt"),
