@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_model
-from llmpq.errors import shortened
+from llmpq.errors import nearest, shortened
 from llmpq.shipped_table import shipped_table
 
 _NAME = re.compile(
@@ -52,13 +52,31 @@ def local_model(model: str | Path, *, config_only: bool = False) -> Path:
     """
     if is_model(model):
         return absolute(model)
+    near = _near(Path(model))
     named = None if os.path.isabs(model) else _NAME.fullmatch(str(model))
     if named is None or named["repo"].endswith(".gguf"):
+        other = "expected one of this machine, a GGUF file, or a name on Hugging Face's hub such as"
         raise ValueError(
-            f"no such model directory: '{shortened(str(model))}'; expected one of this machine, a "
-            f"GGUF file, or a name on Hugging Face's hub such as {_weights_of(str(model))}"
+            f"no such model directory: '{shortened(str(model))}'; "
+            f"{near or f'{other} {_weights_of(str(model))}'}"
         )
-    return _from_hub(named["repo"], named["file"], named["revision"], config_only=config_only)
+    try:
+        return _from_hub(named["repo"], named["file"], named["revision"], config_only=config_only)
+    except ValueError:
+        if not near:
+            raise
+        raise ValueError(f"no such model directory or name: '{model}'; {near}") from None
+
+
+def _near(path: Path) -> str:
+    """Return a hint at a model of the same folder that is called nearly so; empty for none."""
+    try:
+        others = [other for other in path.parent.iterdir() if is_model(other)]
+    except OSError:
+        return ""
+    hint = nearest(path.name, [other.name for other in others])
+    meant = [str(other) for other in others if f"'{other.name}'" in hint]
+    return f"did you mean '{meant[0]}'?" if meant else ""
 
 
 def _weights_of(name: str) -> str:

@@ -306,9 +306,14 @@ def _add_job(job: Section) -> None:
     job.flag("--cpu-activations", choices=("exact", "int8"), only=unplanned, help=CPU_ACTIVATIONS)
     job.flag("--kv", daily=True, metavar="PRECISION", only=unplanned, help=_default("kv"))
     job.flag("--dtype", choices=DTYPES, only=unplanned, help=_default("dtype"))
-    for name in ("batch", "prompt", "gen"):
+    for name, also in (
+        ("batch", ("--batch-size",)),
+        ("prompt", ("--prompt-len", "--input-len")),
+        ("gen", ("--gen-len", "--output-len")),
+    ):
+        text = _default(name)
         job.flag(
-            f"--{name}", daily=True, type=int, metavar="N", only=unplanned, help=_default(name)
+            f"--{name}", daily=True, also=also, type=int, metavar="N", only=unplanned, help=text
         )
     for phase in ("prefill", "decode"):
         job.flag(

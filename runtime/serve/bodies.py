@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from llmpq.errors import short_repr
 from llmpq.runtime.sampling_params import (
     GUIDES,
+    MAX_ANSWERS,
     MAX_BIAS,
     MAX_TEXTS,
     SamplingParams,
@@ -263,7 +264,7 @@ class SamplingBody(ChoiceBody):
         # Several greedy answers are the same one: the engine makes them of the likeliest token.
         same = greedy and self.n > 1
         return SamplingParams(
-            n=self.n,
+            n=min(self.n, MAX_ANSWERS),  # the server refuses by its own limit, which is lower
             max_tokens=max_tokens,
             temperature=1.0 if same else 0.0 if greedy else temperature,
             top_p=top_p or 1.0,

@@ -244,9 +244,7 @@ class Service:
                 param="prompt",
             )
         if params.n > limits.max_n:
-            raise ApiError(
-                400, f"{n_field} may be at most {limits.max_n}, got {params.n}", param=n_field
-            )
+            raise ApiError(400, f"{n_field} may be at most {limits.max_n}", param=n_field)
         asked = len(prompts) * params.n
         if asked > limits.max_requests:  # it would be refused however long it waits
             raise ApiError(

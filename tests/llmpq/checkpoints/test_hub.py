@@ -157,6 +157,24 @@ def test_without_network_a_sentence_has_the_command_to_type(hub, tmp_path):
         assert kind == "ValueError" and text.endswith("hf download me/new --revision v1")
 
 
+@pytest.mark.parametrize("folder", ["models", "./models", "{here}/models", "."])
+def test_a_slip_is_answered_with_the_model_beside_it(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo-7m", "other"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "models" if folder == "." else tmp_path)
+    folder = folder.format(here=tmp_path)
+    for slip in ("demo7m", "demo-7", "Demo-7M-"):
+        near = str(Path(folder, "demo-7m"))
+        with pytest.raises(ValueError, match=f"no such model.*did you mean '{near}'"):
+            local_model(f"{folder}/{slip}")
+    with pytest.raises(ValueError, match="no such model") as caught:
+        local_model(f"{folder}/zzz")
+    assert "did you mean" not in str(caught.value)
+
+
 def test_paths_are_no_names_of_the_hub(tmp_path):
     for path in ("nowhere", "./me/demo", "/me/demo", "a/b/c", str(tmp_path / "x"), "me/x.gguf"):
         with pytest.raises(ValueError, match="no such model directory"):

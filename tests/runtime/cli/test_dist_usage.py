@@ -18,6 +18,7 @@ from llmpq.errors import ExitCode
 from llmpq.profiler.__main__ import main as profile
 from llmpq.profiler.cli.quantize import main as quantize
 from llmpq.runtime.cli import main as command_line
+from llmpq.runtime.cli import tool_flags
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.cli.run import prepare_rows
 from llmpq.runtime.llm import LLM
@@ -41,6 +42,27 @@ def chat_model(demo_model, tmp_path):
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def test_the_command_alone_shows_what_there_is(capsys):
+    for words in ([], ["--help"]):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 0
+    shown = capsys.readouterr().out
+    half = len(shown) // 2
+    assert shown[:half] == shown[half:] and "usage: llmpq-dist" in shown
+
+
+def test_lengths_of_bench_have_the_names_that_plans_have():
+    flags = ["--model", "opt-13b", "--batch-size", "3"]
+    for prompt, gen in (
+        ("--prompt", "--gen"),
+        ("--prompt-len", "--gen-len"),
+        ("--input-len", "--output-len"),
+    ):
+        got = tool_flags.bench_parser().read([*flags, prompt, "7", gen, "5"])
+        assert (got.batch, got.prompt, got.gen) == (3, 7, 5)
 
 
 def test_a_text_or_conversation_without_tokens_fails_its_row_only(
