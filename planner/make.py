@@ -239,6 +239,7 @@ def plan_workload(
     in_child: bool = True,
     known: KnownPlan | None = None,
     slowdowns: Mapping[str, float] = MappingProxyType({}),
+    at_most: Sequence[Precision] = (),
 ) -> MadePlan:
     """Return a plan of a job on the devices of a cluster; `DoesNotFitError` says what is short.
 
@@ -248,7 +249,7 @@ def plan_workload(
     `head_bits`: of the output matrix. `chunk`: of prompts, where it has room. `in_child`: solve in
     a child process, which takes half a second to start where this one has threads. `known`: a plan
     to start from, and to compare with, where it is not `in_child`. `slowdowns`: by device, how many
-    times as long as by the costs it takes.
+    times as long as by the costs it takes. `at_most`: bits that each layer may not have more than.
     """
     path = str(Path(model_dir))
     inputs = ProblemInputs(
@@ -270,7 +271,7 @@ def plan_workload(
         known=known,
     )
     usual = build_problem(inputs)
-    ways = [way.slowed(slowdowns) for way in _ways(inputs, usual, prefer)]
+    ways = [way.slowed(slowdowns).capped(at_most) for way in _ways(inputs, usual, prefer)]
     best = _first_that_fits(ways, windows or (workload.batch,), options, path)
     work = best.problem.workload
     notes = [
@@ -307,6 +308,19 @@ class _Way:
         scale = {**costs.scale, **slowdowns}
         problem = self.problem.with_changes(costs=replace(costs, scale=scale))
         return replace(self, problem=problem) if slowdowns else self
+
+    def capped(self, at_most: Sequence[Precision]) -> _Way:
+        """Return it without choices of more bits than a layer may have, if there are others."""
+        p = self.problem
+        if not at_most:
+            return self
+        offered = p.offered or (p.choices,) * len(at_most)
+        lowest = min(p.choices, key=lambda choice: choice.weight_bits)
+        kept = [
+            tuple(choice for choice in own if choice.weight_bits <= most.weight_bits) or (lowest,)
+            for own, most in zip(offered, at_most, strict=True)
+        ]
+        return replace(self, problem=p.with_changes(offered=tuple(kept)))
 
 
 def _ways(inputs: ProblemInputs, usual: BuiltProblem, prefer: Prefer) -> list[_Way]:

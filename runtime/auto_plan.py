@@ -111,11 +111,12 @@ def plan_job(
     in_child: bool = True,
     known: KnownPlan | None = None,
     slowdowns: Mapping[str, float] = MappingProxyType({}),
+    at_most: Sequence[Precision] = (),
 ) -> MadePlan:
     """Return a plan of a job on a cluster's devices; a batch that does not fit is halved.
 
     `bits`: what layers may have; None: whatever the planner offers. `spec`: the model, if known.
-    `chunk`, `in_child`, `known` and `slowdowns` as for `plan_workload`.
+    `chunk`, `in_child`, `known`, `slowdowns` and `at_most` as for `plan_workload`.
     `profile` measures this machine's devices first and stores the costs.
     """
     from llmpq.planner.make import plan_workload
@@ -149,6 +150,7 @@ def plan_job(
         in_child=in_child,
         known=known,
         slowdowns=slowdowns,
+        at_most=at_most,
     )
     if options.head_bits is None and made.plan.settings().head_bits == 8:
         _log.warning(

@@ -196,6 +196,8 @@ class Replanner:
                 in_child=False,
                 known=known_plan(plan, names),
                 slowdowns={names[key]: f for key, f in slowdowns.items() if key in names},
+                # What a layer lost for want of room it gets back, and no more than it had.
+                at_most=() if self._is_stored else self._first.precisions,
             )
             began_s = time.thread_time()
             try:

@@ -14,6 +14,7 @@ from llmpq import LLM, SamplingParams
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError, StageLostError
 from llmpq.model_spec import ModelSpec
+from llmpq.precision import Precision
 from llmpq.runtime.auto_plan import plan_job
 from llmpq.runtime.launch import engine_starter, thread_launcher
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
@@ -118,6 +119,23 @@ def test_bits_are_lowered_to_the_floor_and_no_further(demo_model, floor, fits):
     assert heard == [made.limits]
     with pytest.raises(DoesNotFitError, match="no device is left"):
         replanner(llm.plan, index, whole_node=True)
+
+
+def test_layers_get_back_the_bits_they_had_and_no_more(demo_model, make_plan):
+    """A plan of unlike layers, one device drained and added again: as it began, at both times."""
+    had = [Precision.W16A16, Precision.W8A16] * 2 + [Precision.W8A16] * 4
+    plan = make_plan(demo_model, (3,), dtype="float32", batch=4, prompt_len=32, gen_len=32)
+    stages = [
+        stage.model_copy(update={"precisions": tuple(had[slice(*stage.layers)])})
+        for stage in plan.stages
+    ]
+    plan = plan.model_copy(update={"stages": tuple(stages)})
+    spec, options = ModelSpec.from_directory(demo_model), EngineOptions(dtype="float32")
+    replanner = Replanner(demo_model, spec, plan, options)
+    alone = replanner(plan, 0, whole_node=False).plan
+    assert list(alone.precisions) == had and len(alone.stages) == 1
+    again = replanner.with_devices(alone, plan.stages[0].device).made.plan
+    assert list(again.precisions) == had
 
 
 def test_a_plan_of_one_device_goes_on_over_two_with_all_requests_in_a_step(demo_model):
