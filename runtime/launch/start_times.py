@@ -68,7 +68,8 @@ class StartModel:
             own, num_new = device_of(place), place.num_layers - load.num_held
             if num_new > 0:
                 self._layer_s[own] = load.layers_s / num_new
-            self._compile_s = max(self._compile_s, load.compiled_s)
+            if place.threads is None:  # a CPU's kernels are of all precisions, compiled once
+                self._compile_s = max(self._compile_s, load.compiled_s)
             self._precisions.update(place.precisions)
             rest_s = took.load_s.get(index, load.seconds) - load.layers_s - load.compiled_s
             self._warm_s[own] = max(0.0, rest_s)
