@@ -270,6 +270,16 @@ def _llama(metadata: Metadata, config: dict[str, Any]) -> None:
             "num_local_experts": metadata.number("expert_count"),
             "num_experts_per_tok": metadata.number("expert_used_count"),
         }
+    _output_bias(metadata, config)
+    if "attention_out_bias" in config and config["model_type"] == "llama":
+        config["model_type"] = "seed_oss"  # Llama's layer; Transformers has no Llama of this form
+
+
+def _output_bias(metadata: Metadata, config: dict[str, Any]) -> None:
+    """Say whether attention's output has a bias, where it has not what queries have."""
+    biased = "blk.0.attn_output.bias" in metadata.file.tensors
+    if biased != config["attention_bias"]:
+        config["attention_out_bias"] = biased
 
 
 def _qwen3moe(metadata: Metadata, config: dict[str, Any]) -> None:

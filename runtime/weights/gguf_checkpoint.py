@@ -208,11 +208,20 @@ class GgufCheckpoint(CheckpointSource):
         return name in self._stored and super()._is_known(name, expected)
 
     def _require(self, name: str) -> None:
-        if name not in self._stored:
+        if name in self._stored:
+            return
+        missing = (
+            f"'{self._file.path}': tensor '{name}' is missing, by the name it has in safetensors"
+        )
+        if name.endswith(".bias"):
             raise ValueError(
-                f"'{self._file.path}': tensor '{name}' is missing, by the name it has in "
-                f"safetensors; the file has {len(self._file.tensors)} tensors. Download it again"
+                f"{missing}; some of the layers' matrices have biases and others none, in a way "
+                f"that the architecture '{self._file.metadata['general.architecture']}' is not "
+                "read with. Get the model as safetensors"
             )
+        raise ValueError(
+            f"{missing}; the file has {len(self._file.tensors)} tensors. Download it again"
+        )
 
     def _get(
         self, name: str, dtypes: Collection[torch.dtype] | None, index: int | None = None

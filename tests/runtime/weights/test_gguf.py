@@ -98,6 +98,19 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     # What it is: Transformers' class, the file's architecture, config, metadata beside the common.
     "llama": ("Llama", "llama", {}, {}),
     "llama with biases": ("Llama", "llama", {"attention_bias": True, "mlp_bias": True}, {}),
+    "llama, biases of q, k and v": ("SeedOss", "llama", {"attention_bias": True}, {}),
+    "llama, biases of o and the MLP": (
+        "SeedOss",
+        "llama",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+        {},
+    ),
+    "llama, a window, biases of q, k and v": (
+        "Qwen2",
+        "llama",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+        {"attention.sliding_window": 6},
+    ),
     "llama 3": ("Llama", "llama", {"rope_parameters": LLAMA3, "head_dim": 32}, {}),
     "llama, linear": (
         "Llama",
@@ -502,6 +515,28 @@ def logits(path: Path, **options: Any) -> Tensor:
 
 def relative(got: Tensor, want: Tensor) -> float:
     return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_out"),
+    [
+        ("llama with biases", "blk.1.attn_k.bias"),
+        ("llama with biases", "blk.0.ffn_gate.bias"),
+        ("llama, biases of q, k and v", "blk.1.attn_q.bias"),
+        ("qwen2, yarn, tied", "blk.0.attn_v.bias"),
+        ("llama", "blk.1.ffn_down.weight"),
+    ],
+)
+def test_what_a_file_lacks_is_a_form_or_a_damage(kind: str, left_out: str, tmp_path: Path) -> None:
+    """A bias that others have is one that the model has not; a weight is lost."""
+    _, arch, _, more = KINDS[kind]
+    model = random_model(kind)
+    tensors = converted(model, kind)
+    del tensors[left_out]
+    write(tmp_path / "m.gguf", arch, {**common(model.config, arch), **more}, tensors)
+    says = "Download it again" if left_out.endswith("weight") else "have biases and others none"
+    with pytest.raises(ValueError, match=f"m.gguf.*layers.{left_out[4]}.* is missing.*{says}"):
+        logits(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("kind", KINDS)
