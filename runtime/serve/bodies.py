@@ -26,7 +26,7 @@ from llmpq.runtime.sampling_params import (
     StructuredOutputsParams,
 )
 from llmpq.runtime.serve.errors import ApiError
-from llmpq.runtime.serve.fields import HINTS, REFUSED
+from llmpq.runtime.serve.fields import HINTS, REFUSED, REFUSED_IN_MESSAGES
 
 
 def _whole(value: Any) -> Any:
@@ -375,8 +375,25 @@ class Message(Body):
     reasoning_content: str | None = None
     """What an earlier turn thought, beside its content; `reasoning` is vLLM's newer name of it."""
     reasoning: str | None = None
+    refusal: str | None = None
+    """What an earlier turn said instead of a content."""
     tool_calls: list[ToolCall] | None = None
+    function_call: CalledFunction | None = None
+    """OpenAI's older form of one call; its result is a message of role `function`."""
     tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_is_lost(cls, data: Any) -> Any:
+        for name, (neutral, instead) in REFUSED_IN_MESSAGES.items():
+            value = data.get(name) if isinstance(data, dict) else None
+            if value is not None and value not in neutral:
+                raise ApiError(
+                    400,
+                    f"'{name}' of a message is not supported here: {instead}",
+                    param="messages",
+                )
+        return data
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -487,7 +504,8 @@ class ChatBody(SamplingBody):
     @model_validator(mode="after")
     def _goes_on(self) -> Self:
         if self.continue_final_message:
-            if self.messages[-1].role != "assistant" or self.messages[-1].tool_calls:
+            last = self.messages[-1]
+            if last.role != "assistant" or last.tool_calls or last.function_call:
                 raise ApiError(
                     400,
                     "'continue_final_message' needs a text of the assistant as last message",

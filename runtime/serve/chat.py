@@ -25,6 +25,17 @@ from llmpq.runtime.text import conversation
 from llmpq.runtime.text.answer_text import Decoder
 
 _BUDGET = "thinking_token_budget"
+_OF_MESSAGES = {
+    "role",
+    "name",
+    "tool_call_id",
+    "reasoning_content",
+    "reasoning",
+    "refusal",
+    "tool_calls",
+    "function_call",
+}
+"""What a message has beside its content."""
 
 
 class Chat:
@@ -161,7 +172,11 @@ class Chat:
         head = {**self._head, "object": "chat.completion.chunk"}
         none = {"usage": None} if with_usage else {}
         for index in range(self.params.n):
-            role = {"role": "assistant", "content": self._echo() if self._body.echo else ""}
+            role = {"role": "assistant"}
+            if self._body.echo:
+                role["content"] = self._echo()
+            elif not self._may_call:  # the content of calls alone is null
+                role["content"] = ""
             ids = self._prompt_ids(begun) if index == 0 else {}
             yield event({**head, **none, "choices": [_part(index, role)], **ids})
         used = usage(len(begun[0].prompt_token_ids), 0)
@@ -180,7 +195,7 @@ class Chat:
         cached = 0
         readers = [self._reader() for _ in range(n)]
         thoughts, ids_of = [""] * n, [list[int]() for _ in range(n)]
-        called = [False] * n
+        called, told = [False] * n, [False] * n
         async with aclosing(self._service.choices(begun, n)) as choices:
             async for new in choices:
                 answered += len(new.token_ids)
@@ -201,7 +216,10 @@ class Chat:
                 for delta in deltas:
                     yield {**_part(new.index, delta, logprobs), **ids}, used
                     logprobs, ids = None, {}
+                    told[new.index] = True
                 if ended:
+                    if self._may_call and self._forced is None and not told[new.index]:
+                        yield _part(new.index, {"content": ""}), used
                     reason = self._reason(new, called[new.index])
                     used |= await self._details(thoughts, ids_of)
                     yield _part(new.index, {}, None, reason, new.stop_reason), used
@@ -279,6 +297,11 @@ class Chat:
         )
 
     @property
+    def _may_call(self) -> bool:
+        """Whether the answer may be calls without a text."""
+        return bool(self._functions)
+
+    @property
     def _separates(self) -> bool:
         """Whether thoughts leave apart from the text."""
         return self._service.settings.reasoning_parser is not None and self._body.separate_reasoning
@@ -343,18 +366,17 @@ def conversation_length(messages: Sequence[Message], *more: Any) -> int:
     for message in messages:
         content = message.content or ""
         parts = (content,) if isinstance(content, str) else map(str, content)
-        length += sum(map(len, (*parts, str(message.tool_calls or ""))))
+        calls = str(message.tool_calls or message.function_call or "")
+        length += sum(map(len, (*parts, calls, message.refusal or "")))
     return length
 
 
 def plain_message(message: Message) -> dict[str, Any]:
     """Return a message as templates take it; `ApiError` for what is not text."""
-    fields = message.model_dump(
-        exclude_none=True,
-        include={"role", "name", "tool_call_id", "reasoning_content", "reasoning", "tool_calls"},
-    )
+    fields = message.model_dump(exclude_none=True, include=_OF_MESSAGES)
+    content = message.content if message.refusal and not message.content else message.content or ""
     try:
-        return conversation.plain_message({**fields, "content": message.content or ""})
+        return conversation.plain_message({**fields, "content": content})
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from None
 

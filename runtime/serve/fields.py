@@ -44,6 +44,7 @@ _THOUGHTS = "only chats tell thoughts from text"
 _FIXED = "it is set when the server starts (--chat-template)"
 _KWARGS = 'write {"chat_template_kwargs": {"enable_thinking": true or false}}'
 _MEDIA = "the model reads and writes text only; leave it out"
+_GOES_ON = "set 'continue_final_message': true"
 _OUTSIDE = "this server runs no tools of its own; leave it out"
 
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -153,3 +154,12 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "add_generation_prompt": ((True,), "only chats have a template"),
 }
 """By name: the values that change nothing, and what to do instead."""
+
+REFUSED_IN_MESSAGES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), _MEDIA),
+    "images": (([],), _MEDIA),
+    # DeepSeek's and Mistral's name, and Moonshot's and Qwen's, of the same thing.
+    "prefix": ((False,), _GOES_ON),
+    "partial": ((False,), _GOES_ON),
+}
+"""The same of the fields of one message of a chat."""

@@ -322,7 +322,8 @@ def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
             result = {"role": "tool", "tool_call_id": str(block.get("tool_use_id", ""))}
             messages.append({**result, "content": _text(block.get("content") or "")})
         elif kind == "tool_use":
-            given = block.get("input") or {}
+            given = block.get("input")
+            given = {} if given is None else given
             if not isinstance(given, dict):
                 raise ApiError(
                     400,

@@ -397,7 +397,7 @@ def messages_of(items: Sequence[Mapping[str, Any]], store: ResponseStore) -> lis
         if kind == "message" and "role" in item:
             messages.append({"role": item["role"], "content": item.get("content")})
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant" or thought:
                 messages.append({"role": "assistant", "content": None})

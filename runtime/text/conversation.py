@@ -50,7 +50,13 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     thought = message.get("reasoning_content") or message.get("reasoning")
     if thought:  # templates know it by either name
         plain |= {"reasoning_content": thought, "reasoning": thought}
-    calls = plain.pop("tool_calls", None)
+    if role == "function":  # OpenAI's older form of a tool's result, which few templates know
+        plain["role"] = "tool"
+    calls, old = plain.pop("tool_calls", None), plain.pop("function_call", None)
+    if calls and old is not None:
+        raise ValueError("it has both tool_calls and function_call; leave one of them out")
+    if old is not None:  # OpenAI's older form of one call
+        calls = [{"type": "function", "function": old}]
     if calls:
         plain["tool_calls"] = _plain_calls(calls)
     return plain
@@ -73,6 +79,8 @@ def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text_of(message: Mapping[str, Any]) -> str:
     content = message.get("content")
+    if content is None:  # OpenAI's answers have a refusal beside the content
+        content = message.get("refusal")
     if isinstance(content, str):
         return content
     if content is None and message["role"] == "assistant":  # calls alone, or cut before its text

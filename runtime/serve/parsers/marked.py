@@ -15,12 +15,14 @@ class MarkedReader:
         parts: Parts,
         *,
         thinking: ThinkingMarks | None = None,
+        thoughts_are_text: bool = False,
         tools: ToolForm | None = None,
         schemas: Schemas | None = None,
         in_thought: bool = False,
     ) -> None:
-        """`in_thought`: the prompt has opened one."""
+        """`in_thought`: the prompt has opened one; `thoughts_are_text`: they leave as they are."""
         self._parts = parts
+        self._whole_thoughts = thoughts_are_text or not parts.separate
         self._thinking = thinking
         self._tools = tools
         self._schemas: Schemas = schemas or {}
@@ -54,14 +56,17 @@ class MarkedReader:
         at = self._held.find(end)
         if at < 0:
             at = len(self._held) - (0 if ended else overlap(self._held, [end]))
-            self._parts.thought(self._held[:at])
+            self._thought(self._held[:at])
             self._held = self._held[at:]
             return
-        self._parts.thought(self._held[:at])
-        if not self._parts.separate:
+        self._thought(self._held[:at])
+        if self._whole_thoughts:
             self._parts.content(end)
         self._held = self._held[at + len(end) :]
         self._thinks, self._bare = False, self._tools is not None
+
+    def _thought(self, text: str) -> None:
+        (self._parts.content if self._whole_thoughts else self._parts.thought)(text)
 
     def _say(self, ended: bool, cut: bool) -> None:
         """Take text up to a mark, or what a mark opens."""
@@ -83,7 +88,7 @@ class MarkedReader:
         elif self._thinking is not None and mark == self._thinking.begin:
             self._thinks = True
             self._held = self._held[len(mark) :]
-            if not self._parts.separate:
+            if self._whole_thoughts:
                 self._parts.content(mark)
         elif mark:
             self._call(ended, cut)

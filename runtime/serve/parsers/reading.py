@@ -11,7 +11,7 @@ from llmpq.runtime.serve.parsers.marked import MarkedReader
 from llmpq.runtime.serve.parsers.parts import Delta, Parts
 from llmpq.runtime.serve.parsers.tool_form import ToolForm
 from llmpq.runtime.serve.parsers.tool_forms import tool_form
-from llmpq.runtime.text.thinking import ThinkingMarks, thinking_marks
+from llmpq.runtime.text.thinking import MARKS, ThinkingMarks, thinking_marks
 
 
 class Reader(Protocol):
@@ -82,6 +82,13 @@ class AnswerForm:
         schemas = {
             tool["name"]: (tool.get("parameters") or {}).get("properties") or {} for tool in tools
         }
+        # A model whose template and tokenizer know no marks may write these as plain text.
+        unknown = MARKS["think"] if form is not None else None
         return MarkedReader(
-            parts, thinking=self.thinking, tools=form, schemas=schemas, in_thought=in_thought
+            parts,
+            thinking=self.thinking or unknown,
+            thoughts_are_text=self.thinking is None,
+            tools=form,
+            schemas=schemas,
+            in_thought=in_thought,
         )

@@ -371,6 +371,91 @@ def test_calls_of_a_history_are_read_or_refused(hermes, message, status):
     assert post(hermes, MESSAGES, body)[0] == 400
 
 
+TALK = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock"}}]},
+    {"role": "tool", "name": "clock", "content": "noon"},
+]
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", '{"zone": "UTC"}', {"zone": "UTC"}])
+def test_the_older_form_of_a_call_in_a_history_is_a_call(hermes, arguments):
+    old = {"name": "clock", "arguments": arguments}
+    new = {"tool_calls": [{"type": "function", "function": old}]}
+    turns = [
+        {"role": "assistant", "content": None} | said for said in ({"function_call": old}, new)
+    ]
+    result = [{"role": role, "name": "clock", "content": "noon"} for role in ("function", "tool")]
+    tokens = [
+        post(hermes, "/tokenize", {"model": "demo-7m", "messages": [TALK[0], turn, answer]})
+        for turn, answer in zip(turns, result, strict=True)
+    ]
+    assert tokens[0] == tokens[1] and tokens[0][0] == 200
+    without = [TALK[0], {"role": "assistant", "content": None}, result[1]]
+    assert post(hermes, "/tokenize", {"model": "demo-7m", "messages": without}) != tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"function_call": {"name": "clock", "arguments": "{"}}, "must be a JSON object, got '{'"),
+        ({"function_call": {"arguments": "{}"}}, "name"),
+        ({"function_call": "clock"}, "function_call"),
+        ({**TALK[1], "function_call": {"name": "clock"}}, "both tool_calls and function_call"),
+        ({"audio": {"id": "audio_1"}}, "'audio' of a message is not supported here"),
+        ({"content": "b", "images": ["aGk="]}, "'images' of a message is not supported here"),
+        ({"content": "b", "prefix": True}, "set 'continue_final_message': true"),
+        ({"content": "b", "partial": True}, "set 'continue_final_message': true"),
+    ],
+)
+def test_what_a_turn_has_and_no_template_sees_is_refused(hermes, turn, said):
+    talk = [TALK[0], {"role": "assistant", **turn}, TALK[0]]
+    for stream in (False, True):
+        status, text = post(hermes, CHATS, chat(messages=talk, max_tokens=1, stream=stream))
+        assert status == 400 and said in json.loads(text)["error"]["message"]
+
+
+def test_turns_come_back_with_all_fields_of_an_answer(hermes):
+    nothing = {
+        "audio": None,
+        "function_call": None,
+        "annotations": [],
+        "images": [],
+        "refusal": None,
+    }
+    asked = [
+        [TALK[0], {"role": "assistant", "content": "no"} | more | {"prefix": False}]
+        for more in ({}, nothing, {"content": None, "refusal": "no"})
+    ]
+    tokens = [post(hermes, "/tokenize", {"model": "demo-7m", "messages": talk}) for talk in asked]
+    assert tokens[0] == tokens[1] == tokens[2] and tokens[0][0] == 200
+
+
+@pytest.mark.parametrize("given", [[], 0, False, ""])
+def test_arguments_that_are_no_object_are_not_taken_for_none(hermes, given):
+    use = {"type": "tool_use", "id": "c", "name": "clock", "input": given}
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [use]}]
+    assert post(hermes, MESSAGES, {"model": "demo-7m", "max_tokens": 1, "messages": talk})[0] == 400
+    if given != "":
+        call = {"type": "function_call", "call_id": "c", "name": "clock", "arguments": given}
+        body = {"model": "demo-7m", "max_output_tokens": 1, "input": [talk[0], call]}
+        assert post(hermes, RESPONSES, body)[0] == 400
+
+
+@pytest.mark.parametrize("said", [CLOCK, CLOCK * 2, f"two: {CLOCK}", "none", "!nothing"])
+def test_a_streams_content_is_the_whole_answers(hermes, said):
+    ask = says(said, stop=["!"])
+    whole = json.loads(post(hermes, CHATS, ask)[1])["choices"][0]["message"]
+    parts = streamed(post(hermes, CHATS, ask | {"stream": True})[1])
+    texts = [
+        choice["delta"]["content"]
+        for part in parts
+        for choice in part["choices"]
+        if "content" in choice["delta"]
+    ]
+    assert ("".join(texts) if texts else None) == whole["content"]
+
+
 def test_a_template_that_raises_is_a_refusal_and_the_next_is_answered(two_stages, running):
     template = (
         "{%- for m in messages %}{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"

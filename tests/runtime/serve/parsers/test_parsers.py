@@ -260,6 +260,21 @@ def test_thoughts_stay_in_the_text_where_they_are_not_told_apart():
         assert (found[0], found[1].strip(), found[2]) == ("", text, FIRST)
 
 
+@pytest.mark.parametrize("reasoning_parser", ["auto", None])
+def test_no_call_is_read_inside_a_thought_of_a_model_that_shows_no_marks(reasoning_parser):
+    form = AnswerForm.of(
+        "<tool_call>", lambda text: False, tool_parser="hermes", reasoning_parser=reasoning_parser
+    )
+    thought = f"<think>a <tool_call>{CLOCK}</tool_call></think>"
+    script = f"{thought} b <tool_call>{WEATHER}</tool_call>"
+    for cut in range(len(script)):
+        assert read(form, script[:cut], script[cut:])[:3] == ("", f"{thought} b ", FIRST)
+    for text in (thought, thought.removesuffix("</think>"), "the tag <think> alone"):
+        assert read(form, text)[:3] == ("", text, [])
+        assert read(form, text, tools=[])[:3] == ("", text, [])
+    assert read(form, f"<tool_call>{WEATHER}</tool_call> <think>")[:3] == ("", "<think>", FIRST)
+
+
 def test_a_prompt_may_have_opened_the_thought():
     form = form_of("hermes")
     assert form.opens_thought("<|im_start|>assistant\n<think>\n")
