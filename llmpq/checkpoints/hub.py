@@ -62,10 +62,8 @@ def local_model(model: str | Path, *, config_only: bool = False) -> Path:
         )
     try:
         return _from_hub(named["repo"], named["file"], named["revision"], config_only=config_only)
-    except ValueError:
-        if not near:
-            raise
-        raise ValueError(f"no such model directory or name: '{model}'; {near}") from None
+    except ValueError as error:
+        raise ValueError(f"{error}; {near}" if near else str(error)) from None
 
 
 def _near(path: Path) -> str:

@@ -120,6 +120,8 @@ class TopologySearch:
         Their time is not that of the search; rows are dealt by what each engine is found to take.
         """
         nodes: list[Deal] = []
+        if self._exactly == 1:  # one engine is the known pipeline, or has groups
+            return nodes
         self.prices.deadline_s = time.process_time() + self._limit_s * PARTS_SHARE
         for at, parts in enumerate(self.vectors.partitions):
             found = self._tuned(parts)

@@ -195,7 +195,7 @@ class Chat:
         cached = 0
         readers = [self._reader() for _ in range(n)]
         thoughts, ids_of = [""] * n, [list[int]() for _ in range(n)]
-        called, told = [False] * n, [False] * n
+        called, sent = [False] * n, [False] * n
         async with aclosing(self._service.choices(begun, n)) as choices:
             async for new in choices:
                 answered += len(new.token_ids)
@@ -216,9 +216,9 @@ class Chat:
                 for delta in deltas:
                     yield {**_part(new.index, delta, logprobs), **ids}, used
                     logprobs, ids = None, {}
-                    told[new.index] = True
+                    sent[new.index] = True
                 if ended:
-                    if self._may_call and self._forced is None and not told[new.index]:
+                    if self._may_call and self._forced is None and not sent[new.index]:
                         yield _part(new.index, {"content": ""}), used
                     reason = self._reason(new, called[new.index])
                     used |= await self._details(thoughts, ids_of)

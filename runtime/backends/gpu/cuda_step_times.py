@@ -9,7 +9,6 @@ over a packed cache takes longer the fuller the ring of newest tokens is: it is 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,9 +27,6 @@ POSITIONS = (1, 2, 3, 4, 6, MAX_GAMMA + 1)
 """New tokens a row at which verifies are timed; drafts of one less are those `auto` chooses from,
 so that few graphs are captured."""
 REPEATS = 8
-IDLE_S, SETTLE_S = 1.0, 0.3
-"""A step that took so long at first compiled its kernels while the GPU idled; its clocks are up,
-and it is no longer up to ten times slower, once it has computed for so long."""
 
 
 def measure(
@@ -69,15 +65,8 @@ def typical_context(context: int) -> int:
 @torch.inference_mode()
 def seconds_of(step: Callable[[], object], repeats: int = REPEATS) -> float:
     """Return the median device time of a step that has run before."""
-    began_s = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
-    now_s = time.perf_counter()
-    until_s = now_s + (SETTLE_S if now_s - began_s > IDLE_S else 0.0)
-    step()
-    while time.perf_counter() < until_s:
+    for _ in range(2):
         step()
-        torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()
     for event in events[1:]:
