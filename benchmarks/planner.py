@@ -35,7 +35,6 @@ from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.evaluate.objective import (
     StageTimes,
     makespan,
-    published_code_time,
     sum_omega,
 )
 from llmpq.planner.evaluate.simulator import replay
@@ -45,6 +44,7 @@ from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Infeasible, Outcome
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.methods import PLANNERS, SolveOptions, solve
+from reference.published_time import published_code_time
 from reference.random_problems import random_problem
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -56,24 +56,6 @@ def time_launches(
     return [ms * 1e3 / launches for ms in times]
 
 
-def median_us(call: Callable[[int], object], copies: int, *, repeats: int = 20) -> float:
-    """Return the median of `time_launches`."""
-    return statistics.median(time_launches(call, copies, repeats=repeats))
-
-
-def copy_bandwidth(nbytes: int = 1 << 31) -> float:
-    """Return bytes read plus bytes written a second of a large device-to-device copy."""
-    source = torch.empty(nbytes // 4, device="cuda").uniform_()
-    target = torch.empty_like(source)
-
-    def copy(_: int) -> None:
-        # A kernel, not copy_: in a graph that is a memcpy node, at two thirds of the rate (H200).
-        torch.mul(source, 1.5, out=target)
-
-    us = statistics.median(time_launches(copy, 1, launches=4, repeats=8))
-    return 2 * nbytes / (us * 1e-6)
-
-
 def write_row(
     path: Path,
     *,

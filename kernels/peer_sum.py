@@ -299,9 +299,3 @@ def fits(part: Tensor, capacity: int) -> bool:
 def inbox_words(members: int, capacity: int) -> int:
     """Return the words of an inbox."""
     return 2 * members * capacity
-
-
-def packed_words(part: Tensor, number: int) -> Tensor:
-    """Return what a device writes into another's inbox, as int64: the twin of the kernel's."""
-    words = part.view(-1).view(torch.int32).long() & 0xFFFFFFFF
-    return words | (number << 32)

@@ -101,8 +101,3 @@ def argmax(x_BV: Tensor, *, slots_B: Tensor | None = None, table_S: Tensor | Non
         launch_pdl=pdl,
     )
     return out
-
-
-def argmax_reference(x_BV: Tensor) -> Tensor:
-    """The twin."""
-    return x_BV.argmax(dim=-1)

@@ -187,21 +187,3 @@ def sample_rows(logits_BV: Tensor, how_4B: Tensor, *, block: int = BLOCK) -> Ten
         num_warps=16,
     )
     return out
-
-
-def sample_rows_reference(logits_BV: Tensor, how_4B: Tensor) -> Tensor:
-    """The twin, in float64 and by sorting."""
-    chosen = []
-    for logits_V, (temperature, k, p, number) in zip(logits_BV, how_4B.T.tolist(), strict=True):
-        sorted_V, order = logits_V.double().sort(descending=True, stable=True)
-        weight = torch.exp((sorted_V - sorted_V[0]) / temperature)
-        weight[int(k) :] = 0
-        if p < 1:
-            kept = weight.cumsum(0) - weight < p * weight.sum()
-            kept[0] = True
-            weight *= kept
-        weight = torch.zeros_like(weight).scatter_(0, order, weight)
-        up_to = weight.cumsum(0)
-        passed = int((up_to <= number * up_to[-1]).sum())
-        chosen.append(min(passed, int(weight.nonzero()[-1])))
-    return torch.tensor(chosen)

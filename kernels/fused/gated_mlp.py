@@ -11,11 +11,9 @@ columns of one row.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.gemm.experts.gated import gated
@@ -69,18 +67,3 @@ def gate_mul(
         launch_pdl=pdl,
     )
     return out
-
-
-def gate_mul_reference(
-    gate_up: Tensor, activation: str = "silu", *, limit: float = 0.0, slope: float = 1.0
-) -> Tensor:
-    """The twin: float32 arithmetic, one rounding."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    if activation == "clamped_silu":
-        gate = gate.clamp(max=limit)
-        product = gate * torch.sigmoid(slope * gate) * (up.clamp(-limit, limit) + 1)
-    elif activation == "gelu_tanh":
-        product = functional.gelu(gate, approximate="tanh") * up
-    else:
-        product = functional.silu(gate) * up
-    return product.to(gate_up.dtype)

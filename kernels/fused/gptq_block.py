@@ -91,18 +91,3 @@ def round_block(
         num_warps=4,
     )
     return codes, errors
-
-
-def round_block_reference(
-    w_NB: Tensor, u_BB: Tensor, scale_N1: Tensor, zero_N1: Tensor, limits: tuple[float, float]
-) -> tuple[Tensor, Tensor]:
-    """The twin: a column at a time."""
-    w = w_NB.clone()
-    codes, errors = torch.zeros_like(w), torch.zeros_like(w)
-    for k in range(w.shape[1]):
-        w_N1 = w[:, k : k + 1]
-        code_N1 = (w_N1 / scale_N1).round_().add_(zero_N1).clamp_(*limits)
-        error_N1 = (w_N1 - (code_N1 - zero_N1) * scale_N1) / u_BB[k, k]
-        w[:, k + 1 :] -= error_N1 * u_BB[k, k + 1 :]
-        codes[:, k], errors[:, k] = code_N1[:, 0], error_N1[:, 0]
-    return codes, errors

@@ -12,7 +12,6 @@ T tokens, H query heads, G key/value heads, D head_dim.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -75,15 +74,3 @@ def head_norm(qkv_TNd: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, e
         num_warps=1,
         launch_pdl=pdl,
     )
-
-
-def head_norm_reference(
-    qkv_TNd: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, eps: float
-) -> Tensor:
-    """The twin, not in place: float32 arithmetic, one rounding."""
-    groups = (qkv_TNd.shape[1] - heads) // 2
-    wide = qkv_TNd[:, : heads + groups].float()
-    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    normed[:, :heads] *= q_weight.float()
-    normed[:, heads:] *= k_weight.float()
-    return torch.cat((normed.to(qkv_TNd.dtype), qkv_TNd[:, heads + groups :]), dim=1)

@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.overlap import overlaps
@@ -105,20 +104,3 @@ def layer_norm(
         launch_pdl=pdl,
     )
     return out
-
-
-def layer_norm_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    *,
-    before: Tensor | None = None,
-    after: Tensor | None = None,
-) -> Tensor:
-    """The twin: float32 arithmetic, one rounding of each result."""
-    total = x.float() if before is None else x.float() + before.float()
-    out = functional.layer_norm(total, (x.shape[-1],), weight.float(), bias.float(), eps)
-    if before is not None or after is not None:
-        x.copy_(total if after is None else total + after.float())
-    return out.to(x.dtype)

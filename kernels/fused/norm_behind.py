@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.fused.rms_norm import MAX_COLUMNS, rms_norm_reference
+from llmpq.kernels.fused.rms_norm import MAX_COLUMNS
 from llmpq.kernels.overlap import overlaps
 
 Following = tuple[Tensor, float]
@@ -89,11 +89,3 @@ def norm_behind(
         launch_pdl=pdl,
     )
     return a, out
-
-
-def norm_behind_reference(
-    a: Tensor, x: Tensor, weight: Tensor, eps: float, following: Following | None = None
-) -> tuple[Tensor, Tensor]:
-    """The twin, not in place: three passes, each rounded."""
-    y = x + rms_norm_reference(a, weight, eps)
-    return y, y if following is None else rms_norm_reference(y, *following)

@@ -70,10 +70,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         launch_pdl=pdl,
     )
     return out
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The twin: float32 arithmetic, one rounding."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (wide * scale * weight.float()).to(x.dtype)

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.atom.reference import rounded
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.overlap import overlaps
 
@@ -68,8 +67,3 @@ def round_restore(x: Tensor, scheme: AtomScheme) -> Tensor:
         launch_pdl=pdl,
     )
     return out
-
-
-def round_restore_reference(x: Tensor, scheme: AtomScheme) -> Tensor:
-    """The twin."""
-    return rounded(x.reshape(-1, x.shape[-1]), scheme).view(x.shape)

@@ -112,16 +112,3 @@ def weighted_sum(
         launch_pdl=pdl,
     )
     return out
-
-
-def weighted_sum_reference(
-    weight_Tk: Tensor, made_Ch: Tensor, x_Th: Tensor | None = None, *, shared: Shared | None = None
-) -> Tensor:
-    """The twin: float32 sums, one rounding."""
-    total_Th = (weight_Tk.float()[:, :, None] * made_Ch.float().view(*weight_Tk.shape, -1)).sum(1)
-    if shared is not None:
-        own_Th = shared.made_Th.float()
-        if shared.given_Th is not None and shared.gate_1h is not None:
-            own_Th = own_Th * (shared.given_Th.float() @ shared.gate_1h.float().t()).sigmoid()
-        total_Th = total_Th + own_Th
-    return (total_Th if x_Th is None else x_Th.float() + total_Th).to(made_Ch.dtype)

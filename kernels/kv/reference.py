@@ -102,30 +102,6 @@ def append(
     _write_ring(layer, k_BQGD, v_BQGD, view)
 
 
-def rope_append(
-    fmt: KVFormat,
-    layer: KVLayer,
-    table_SN: Tensor,
-    q_BQHD: Tensor,
-    k_BQGD: Tensor,
-    v_BQGD: Tensor,
-    rows: Rows,
-    inv_freq: Tensor,
-) -> Tensor:
-    """Rotate queries and keys, append the keys and values; return the rotated queries."""
-    append(fmt, layer, table_SN, rotated(k_BQGD, rows, inv_freq), v_BQGD, rows)
-    return rotated(q_BQHD, rows, inv_freq)
-
-
-def rotated(x_BQND: Tensor, rows: Rows, inv_freq: Tensor) -> Tensor:
-    """Rotate the halves of D by the tokens' positions, in float32."""
-    position_BQ = rows.start_B[:, None] + torch.arange(x_BQND.shape[1], device=x_BQND.device)
-    angle = position_BQ[:, :, None, None].float() * inv_freq
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x_BQND.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BQND.dtype)
-
-
 def _pack_completed(
     fmt: KVFormat,
     layer: KVLayer,
@@ -404,43 +380,3 @@ def _explicit(
         s_BGMT = torch.cat((s_BGMT, sinks.expand(len(s_BGMT), -1, -1, -1)), dim=-1)
     share = s_BGMT.softmax(dim=-1)[..., : k_BGTD.shape[2]].to(v_BGTD.dtype)
     return torch.matmul(share, v_BGTD)
-
-
-def paged_attend_reference(
-    q_THD: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    rows_FR: Tensor,
-    table_SM: Tensor,
-    *,
-    scale: float,
-    alibi_slopes_H: Tensor | None = None,
-    rule: ScoreRule = EVERYTHING,
-) -> Tensor:
-    """The twin of `paged_attend`: float64, one row at a time; zeros for padding."""
-    out = torch.zeros_like(q_THD)
-    rep = q_THD.shape[1] // k_pool.shape[1]
-    for slot, start, count, first, *_ in rows_FR.T.tolist():
-        if slot < 0 or count == 0:
-            continue
-        end, own = start + count, slice(first, first + count)
-        blocks = table_SM[slot, : -(-end // BLOCK_TOKENS)].long()
-        k, v = (
-            pool[blocks].transpose(0, 1).flatten(1, 2)[:, :end].double().repeat_interleave(rep, 0)
-            for pool in (k_pool, v_pool)
-        )
-        positions_Q1 = torch.arange(start, end, device=q_THD.device)[:, None]
-        ahead = torch.arange(end, device=q_THD.device) - positions_Q1
-        x = q_THD[own].transpose(0, 1).double() @ k.transpose(1, 2) * scale
-        if rule.cap:
-            x = (x / rule.cap).tanh() * rule.cap
-        if alibi_slopes_H is not None:
-            x = x + alibi_slopes_H.double()[:, None, None] * ahead
-        unseen = ahead > 0
-        if rule.window:
-            unseen |= ahead <= -rule.away(positions_Q1)
-        x = x.masked_fill(unseen, float("-inf"))
-        if rule.sinks_H is not None:
-            x = torch.cat((x, rule.sinks_H.double()[:, None, None].expand(-1, count, 1)), dim=-1)
-        out[own] = (x.softmax(dim=-1)[..., :end] @ v).transpose(0, 1).to(out.dtype)
-    return out

@@ -223,39 +223,3 @@ def convolve_rows(
             **common,
         )
     return out
-
-
-def convolve_rows_reference(
-    x_TE: Tensor,
-    weight_C1K: Tensor,
-    bias_C: Tensor | None,
-    tails_SKC: Tensor,
-    rows_FR: Tensor,
-    *,
-    gated: bool = False,
-    notes: Notes | None = None,
-) -> Tensor:
-    """The twin, token by token: float32 arithmetic, one rounding; padding gets zeros."""
-    channels, _, taps = weight_C1K.shape
-    out = torch.zeros((len(x_TE), channels), dtype=x_TE.dtype, device=x_TE.device)
-    for row, (slot, start, count, first) in enumerate(rows_FR[:4].T.tolist()):
-        if slot < 0 or count == 0:
-            continue
-        own, before, settled = x_TE[first : first + count], 0, count
-        fed = own[:, :channels] * own[:, 2 * channels :] if gated else own
-        if notes is not None:
-            before, settled = notes.rows_FR[:2, row].tolist()
-            fed = torch.cat((notes.noted_SME[slot, :before, :channels], fed))
-        tail = tails_SKC[slot] if start else torch.zeros_like(tails_SKC[slot])
-        seen = torch.cat((tail, fed)).float()
-        for i in range(before if gated else 0, len(fed)):
-            y = (seen[i : i + taps] * weight_C1K[:, 0].t().float()).sum(0)
-            y = y if bias_C is None else y + bias_C.float()
-            y = y * own[i - before, channels : 2 * channels].float() if gated else y * y.sigmoid()
-            if i < before:
-                assert notes is not None
-                notes.mixed_SME[slot, i, :channels] = y.to(out.dtype)
-            else:
-                out[first + i - before] = y.to(out.dtype)
-        tails_SKC[slot] = seen[settled : settled + taps - 1].to(tails_SKC.dtype)
-    return out

@@ -23,7 +23,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.overlap import overlaps
@@ -101,29 +100,3 @@ def gated_norm(
         launch_pdl=pdl,
     )
     return out
-
-
-def gated_norm_reference(
-    x_TC: Tensor,
-    gate_TC: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    groups: int,
-    norm_first: bool,
-    gate: Literal["silu", "sigmoid"] = "silu",
-) -> Tensor:
-    """The twin: float32 arithmetic, one rounding."""
-    y, z = x_TC.float(), _gated(gate_TC.float(), gate)
-    y = y if norm_first else y * z
-    if weight is not None:
-        by_group = y.unflatten(-1, (groups, -1))
-        by_group = by_group * torch.rsqrt(by_group.square().mean(-1, keepdim=True) + eps)
-        own = weight.float()
-        shared = own.numel() == by_group.shape[-1]
-        y = (by_group * own).flatten(1) if shared else by_group.flatten(1) * own
-    return (y * z if norm_first else y).to(x_TC.dtype)
-
-
-def _gated(gate_TC: Tensor, gate: str) -> Tensor:
-    return gate_TC.sigmoid() if gate == "sigmoid" else functional.silu(gate_TC)

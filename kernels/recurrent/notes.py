@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -131,23 +130,3 @@ def noted_table(rows: Sequence[tuple[int, int, int, int]], num_rows: int) -> lis
 
 FIELDS = 4
 """Rows of the noted rows' table."""
-
-
-def note_rows_reference(
-    x_TE: Tensor,
-    steps_TJ: Tensor,
-    notes: Notes,
-    rows_FR: Tensor,
-    *,
-    channels: int,
-    gated: bool = False,
-) -> None:
-    """The twin, row by row."""
-    inputs = notes.noted_SME.shape[2]
-    own = x_TE[:, :channels] * x_TE[:, 2 * channels :] if gated else x_TE[:, :channels]
-    whole = torch.cat((own, steps_TJ[:, : inputs - channels]), dim=1)
-    rows = zip(rows_FR[:4].T.tolist(), notes.rows_FR.T.tolist(), strict=True)
-    for (slot, _, count, first), (_, _, certain, place) in rows:
-        if slot >= 0 and count > certain:
-            behind = place + count - certain
-            notes.noted_SME[slot, place:behind] = whole[first + certain : first + count]

@@ -35,7 +35,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llmpq.kernels.overlap import overlaps
 from llmpq.kernels.recurrent.notes import Notes, noted_row
 
-LENGTH_EPS = 1e-6
 BLOCK_P, NUM_WARPS = 64, 2
 FEW_BLOCK_P, FEW_NUM_WARPS = 32, 1
 FEW_HEADS = 768
@@ -230,86 +229,3 @@ def walk_rows(
         launch_pdl=pdl,
     )
     return out_TC
-
-
-def walk_rows_reference(
-    mixed_TE: Tensor,
-    steps_TJ: Tensor,
-    form: Recurrence,
-    states_SHNP: Tensor,
-    rows_FR: Tensor,
-    *,
-    notes: Notes | None = None,
-) -> Tensor:
-    """The twin, in float32, row by row and token by token; padding gets zeros."""
-    if notes is not None:
-        return _walk_noted(mixed_TE, steps_TJ, form, states_SHNP, rows_FR, notes)
-    _, heads, key_dim, value_dim = states_SHNP.shape
-    keys, inner = form.key_heads * key_dim, heads * value_dim
-    ahead = form.delta or form.fixed
-    sizes = [keys, keys, inner] if ahead else [inner, keys, keys]
-    parts = mixed_TE.float().split(sizes, dim=1)
-    q, k, v = parts if ahead else parts[::-1]
-    q, k = (
-        x.unflatten(1, (form.key_heads, key_dim)).repeat_interleave(heads // form.key_heads, 1)
-        for x in (q, k)
-    )
-    v, rate = v.unflatten(1, (heads, value_dim)), -form.decay_H.float().exp()[:, None]
-    if form.bias_H is None:
-        step = torch.ones((len(mixed_TE), heads))
-    elif form.delta:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS) for x in (q, k))
-        q = q * key_dim**-0.5
-        beta, step = steps_TJ.float().tensor_split([heads], dim=1)
-        step = torch.nn.functional.softplus(step + form.bias_H.float())
-    else:
-        step = torch.nn.functional.softplus(steps_TJ.float() + form.bias_H.float())
-    out = torch.zeros((len(mixed_TE), inner), dtype=mixed_TE.dtype, device=mixed_TE.device)
-    for slot, start, count, first in rows_FR[:4].T.tolist():
-        if slot < 0 or count == 0:
-            continue
-        s = states_SHNP[slot] if start else torch.zeros_like(states_SHNP[slot])
-        for t in range(first, first + count):
-            s = s * (rate * step[t].view(heads, -1)).exp()[:, :, None]
-            if form.delta:
-                said = torch.einsum("hn,hnp->hp", k[t], s)
-                u = (v[t] - said) * beta[t].sigmoid()[:, None] * form.beta_factor
-            else:
-                u = v[t] * step[t][:, None]
-            s = s + k[t][:, :, None] * u[:, None]
-            o = torch.einsum("hn,hnp->hp", q[t], s)
-            if form.skip_H is not None:
-                o = o + v[t] * form.skip_H.float()[:, None]
-            out[t] = o.flatten().to(out.dtype)
-        states_SHNP[slot] = s
-    return out
-
-
-def _walk_noted(
-    mixed_TE: Tensor,
-    steps_TJ: Tensor,
-    form: Recurrence,
-    states_SHNP: Tensor,
-    rows_FR: Tensor,
-    notes: Notes,
-) -> Tensor:
-    """Walk each row by itself: over the tokens that its state moves on by, then over the rest."""
-    channels = mixed_TE.shape[1]
-    _, heads, _, value_dim = states_SHNP.shape
-    out = torch.zeros((len(mixed_TE), heads * value_dim), dtype=mixed_TE.dtype)
-    for row, (slot, start, count, first) in enumerate(rows_FR[:4].T.tolist()):
-        if slot < 0 or count == 0:
-            continue
-        before, settled = notes.rows_FR[:2, row].tolist()
-        own, noted = slice(first, first + count), notes.noted_SME[slot, :before, channels:]
-        mixed = torch.cat((notes.mixed_SME[slot, :before, :channels], mixed_TE[own]))
-        steps = torch.cat((noted, steps_TJ[own])) if noted.shape[1] else mixed
-        state, made = states_SHNP[slot : slot + 1].clone(), []
-        for part, settles in ((slice(0, settled), True), (slice(settled, len(mixed)), False)):
-            begins = start + part.start
-            rows = torch.tensor([[0], [begins], [len(mixed[part])], [0]])
-            made.append(walk_rows_reference(mixed[part], steps[part], form, state, rows))
-            if settles:
-                states_SHNP[slot] = state[0]
-        out[own] = torch.cat(made)[before:]
-    return out

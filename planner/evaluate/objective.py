@@ -274,25 +274,6 @@ def makespan(t: StageTimes, *, mp: int, md: int, n: int) -> PhaseTimes:
     return pipeline_time("makespan", t, mp=mp, md=md, n=n)
 
 
-def paper_time(t: StageTimes, *, mp: int, md: int, n: int) -> PhaseTimes:
-    """Return eq. (4) of the paper, T_dec read as n-1 tokens.
-
-    (mp-1) P + sum tp + (n-1) ((md-1) D + sum td): the pipeline drains after every token. Hops bound
-    P and D but are not in the sums (constraint 7).
-    """
-    return pipeline_time("paper", t, mp=mp, md=md, n=n)
-
-
-def published_code_time(t: StageTimes, *, mp: int, md: int, n: int) -> PhaseTimes:
-    """Return eq. (4) as its authors' code computes it: sum td counted for one token only.
-
-    Kept to reproduce their predictions; degenerate as an objective (it always picks md = 1).
-    """
-    prefill = (mp - 1) * max(t.prefill_s) + sum(t.prefill_s)
-    decode = (n - 1) * (md - 1) * max(t.decode_s) + sum(t.decode_s)
-    return PhaseTimes(prefill_s=prefill, decode_s=decode)
-
-
 def stage_times(p: Problem, a: Assignment) -> StageTimes:
     """Return the times of an assignment's stages."""
     x = p.numbers(a.prefill_microbatch, a.decode_microbatch)

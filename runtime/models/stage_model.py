@@ -202,12 +202,6 @@ class StageModel(nn.Module):
         return short
 
     @property
-    def num_recurrent(self) -> int:
-        """Layers that keep a state of fixed size."""
-        layers = cast("Sequence[DecoderLayer]", self.layers)
-        return sum(recurrence_of(layer) is not None for layer in layers)
-
-    @property
     def asks_host(self) -> bool:
         """Whether a step waits for the device: then it cannot be captured in a graph."""
         mixtures = (layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMLP))

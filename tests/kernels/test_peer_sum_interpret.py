@@ -4,14 +4,20 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.fused.rms_norm import rms_norm_reference
-from llmpq.kernels.peer_sum import inbox_words, packed_words, peer_sum, peer_sum_norm
+from llmpq.kernels.peer_sum import inbox_words, peer_sum, peer_sum_norm
+from reference.fused_twins import rms_norm_reference
 
 pytestmark = [
     pytest.mark.interpret,
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
 CAPACITY, PROGRAMS = 512, 3
+
+
+def packed_words(part, number):
+    """Return what a device writes into another's inbox, as int64: the twin of the kernel's."""
+    words = part.view(-1).view(torch.int32).long() & 0xFFFFFFFF
+    return words | (number << 32)
 
 
 def launched(parts, member, number, inboxes, counters, residual=None, weight=None):

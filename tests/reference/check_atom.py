@@ -15,17 +15,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llmpq.kernels.atom.reference import (
-    activation_reference,
-    atom_linear_reference,
-    codes_for,
-    integer_product,
-    norm_reference,
-)
+from llmpq.kernels.atom.reference import atom_linear_reference, codes_for
 from llmpq.kernels.formats.atom_rounding import restore, round_activations
 from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
-from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.weights.atom_weight import AtomTiles, AtomWeight, quantize_atom
+from reference.atom_twins import activation_reference, integer_product, norm_reference
+from reference.gemm_twins import relative_error
 from reference.kernel_commands import CheckAtom, share
 
 LIMITS = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float32: 2e-3}

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from llmpq.kernels.formats.weight_layout import GROUP
-from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight, from_codes
 from llmpq.precision import padded_k
+from reference.gemm_twins import linear_reference, relative_error
 from reference.kernel_commands import CheckGemm, share
 
 LIMITS = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 5e-6}

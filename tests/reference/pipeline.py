@@ -19,6 +19,7 @@ from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.recurrent_states import with_states
+from llmpq.runtime.models.layers import recurrence_of
 from llmpq.runtime.models.sampling import SamplerConfig, sample
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
@@ -102,7 +103,7 @@ class ReferencePipeline:
                     device=self.device,
                 ),
                 self.spec,
-                num_layers=stage.num_recurrent,
+                num_layers=sum(recurrence_of(layer) is not None for layer in stage.layers),
                 slots=slots,
                 snapshots=0,
                 dtype=self.dtype,

@@ -6,7 +6,7 @@
     hidden = stack.product(x, dispatch, gate=gate)     [C, N / 2] gated, if stack.gates(...)
     y = stack.product(hidden_CK, dispatch, back=True)     [C, N], every pair at its own number
 
-`reference.experts_reference` is the twin.
+`experts_reference` of tests/reference/gemm_twins.py is the twin.
 
 Legend: T tokens, k experts of a token, C = T k pairs, E experts.
 """

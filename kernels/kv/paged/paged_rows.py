@@ -224,22 +224,3 @@ def spread(rows_FR: Tensor, table_SM: Tensor, num_places: int, *, padding_slot: 
     return TokenPlaces(
         positions_T=positions, slots_T=slots, places_T=places, slots_R=row_slots, last_R=lasts
     )
-
-
-def spread_reference(
-    rows_FR: Tensor, table_SM: Tensor, num_places: int, *, padding_slot: int
-) -> TokenPlaces:
-    """The twin of `spread`, row by row on the host."""
-    positions, slots, places = torch.zeros((3, num_places), dtype=torch.long)
-    row_slots, lasts = torch.zeros((2, rows_FR.shape[1]), dtype=torch.long)
-    for row, (slot, start, count, first, *_) in enumerate(rows_FR.T.tolist()):
-        known = slot >= 0
-        row_slots[row], lasts[row] = (slot, first + count - 1) if known else (padding_slot, 0)
-        for i in range(count):
-            p = start + i if known else 0
-            block = int(table_SM[slot, p // BLOCK_TOKENS]) if known else 0
-            positions[first + i], slots[first + i] = p, row_slots[row]
-            places[first + i] = block * BLOCK_TOKENS + p % BLOCK_TOKENS if known else -1
-    return TokenPlaces(
-        positions_T=positions, slots_T=slots, places_T=places, slots_R=row_slots, last_R=lasts
-    )

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from llmpq.kernels.atom.hopper import HopperPlan, norm_input, product
-from llmpq.kernels.atom.reference import atom_linear_reference, integer_product
+from llmpq.kernels.atom.reference import atom_linear_reference
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.weights.atom_weight import (
     AtomTiles,
     AtomWeight,
@@ -26,7 +25,9 @@ from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
 from reference import check_atom
+from reference.atom_twins import integer_product
 from reference.contiguous_kv import make_kv_cache
+from reference.gemm_twins import relative_error
 from reference.kernel_commands import main as kernels_main
 
 pytestmark = [

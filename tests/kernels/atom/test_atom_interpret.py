@@ -9,15 +9,11 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.atom.portable import GemmPlan, RoundedInput, atom_gemm, norm_round
-from llmpq.kernels.atom.reference import (
-    atom_linear_reference,
-    integer_product,
-    norm_reference,
-    rounded_layout,
-)
+from llmpq.kernels.atom.reference import atom_linear_reference
 from llmpq.kernels.formats.atom_rounding import round_activations
 from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.kernels.weights.atom_weight import AtomWeight, integer_linear, quantize_atom
+from reference.atom_twins import integer_product, norm_reference, rounded_layout
 
 pytestmark = [
     pytest.mark.thin(2),

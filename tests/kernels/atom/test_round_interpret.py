@@ -12,14 +12,14 @@ from triton import knobs
 from llmpq.kernels.atom import hopper as atom_hopper
 from llmpq.kernels.atom import hopper_inputs
 from llmpq.kernels.atom.hopper import RoundedTokens, activation_input, norm_input
-from llmpq.kernels.atom.reference import activation_reference, norm_reference
 from llmpq.kernels.formats import atom_scheme
 from llmpq.kernels.formats.atom_rounding import integer_scales, restore, round_activations
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.weights import quantized_weight
 from llmpq.kernels.weights.atom_weight import AtomTiles, atom_tiles, quantize_atom
+from reference.atom_twins import activation_reference, norm_reference
+from reference.gemm_twins import relative_error
 
 pytestmark = [
     pytest.mark.thin(2),

@@ -7,9 +7,9 @@ import torch
 
 from llmpq.kernels.cpu import codebook_linear
 from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook
-from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.native import library as native
 from llmpq.kernels.weights.codebook_weight import CodebookWeight, codebook_weight
+from reference.gemm_twins import relative_error
 
 pytestmark = pytest.mark.cpu
 FORMS = ("mxfp4", "nvfp4", "nf4", "fp4", "iq4")

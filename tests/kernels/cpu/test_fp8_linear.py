@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from llmpq.kernels.cpu import fp8_linear
-from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.kernels.native import library
 from llmpq.kernels.weights.fp8_weight import Fp8Weight
+from reference.gemm_twins import linear_reference, relative_error
 
 pytestmark = pytest.mark.cpu
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5.5e-4}

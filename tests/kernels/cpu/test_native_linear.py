@@ -9,11 +9,11 @@ import torch
 
 from llmpq.kernels.cpu.native_linear import dequantize_rows, multiply_packed
 from llmpq.kernels.formats.weight_layout import GROUP, NATIVE, Layout
-from llmpq.kernels.gemm.reference import linear_reference, relative_error, rounded_to_bytes
 from llmpq.kernels.native import library
 from llmpq.kernels.weights.quantized_weight import native_layout
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
+from reference.gemm_twins import linear_reference, relative_error, rounded_to_bytes
 
 pytestmark = [pytest.mark.cpu, pytest.mark.native]
 

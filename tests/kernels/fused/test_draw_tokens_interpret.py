@@ -4,8 +4,9 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.fused.draw_tokens import KEY_BITS, sample_rows, sample_rows_reference
+from llmpq.kernels.fused.draw_tokens import KEY_BITS, sample_rows
 from llmpq.runtime.models.sampling import SamplerConfig, sample, sampling_rows
+from reference.fused_twins import sample_rows_reference
 
 pytestmark = [
     pytest.mark.interpret,

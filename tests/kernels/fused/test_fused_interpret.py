@@ -10,9 +10,10 @@ from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import norm_behind as fused_behind
 from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
-from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.kv import tiles
+from reference import fused_twins
 from reference.cubin import SHARED_LIMIT
+from reference.gemm_twins import relative_error
 
 pytestmark = [
     pytest.mark.thin(2),
@@ -45,7 +46,7 @@ def test_rotation_and_append(dtype, heads, groups, dim, rotated, factor):
     inv_freq = 1.0 / 100 ** torch.linspace(0, 1, int(rotated * dim) // 2) if rotated else None
     expected = [pool.clone() for pool in pools]
     given = (*rows, inv_freq, factor)
-    want = fused_rope.rope_append_pages_reference(q, k, v, *expected, *given)
+    want = fused_twins.rope_append_pages_reference(q, k, v, *expected, *given)
     got = fused_rope.rope_append_pages(q, k, v, *pools, *given)
     for mine, theirs in zip((got, *pools), (want, *expected), strict=True):
         assert relative_error(mine, theirs) < TOLERANCE[dtype]
@@ -57,7 +58,7 @@ def test_rotation_without_a_cache():
     start, inv_freq = torch.tensor([5, 0]), 1.0 / 100 ** torch.linspace(0, 1, 16)
     for mine, theirs in zip(
         fused_rope.rope(q, k, start, inv_freq),
-        fused_rope.rope_reference(q, k, start, inv_freq),
+        fused_twins.rope_reference(q, k, start, inv_freq),
         strict=True,
     ):
         assert relative_error(mine, theirs) < TOLERANCE[torch.float32]
@@ -70,7 +71,7 @@ def test_rotation_without_a_cache():
 def test_gate(dtype, features, activation):
     gate_up = normal(2, 3, 2 * features, dtype=dtype) * 3
     kind = {"activation": activation, "limit": 2.0, "slope": 1.7}
-    want = gated_mlp.gate_mul_reference(gate_up, **kind)
+    want = fused_twins.gate_mul_reference(gate_up, **kind)
     assert relative_error(gated_mlp.gate_mul(gate_up, **kind), want) < TOLERANCE[dtype]
     assert relative_error(gated_mlp.gate_mul(gate_up.flip(-1), **kind), want) > 0.1
     kind |= {"limit": 1.9, "slope": 1.6} if activation == "clamped_silu" else {"activation": "silu"}
@@ -82,7 +83,7 @@ def test_gate(dtype, features, activation):
 @pytest.mark.parametrize("columns", [64, 100])
 def test_norm(dtype, columns):
     x, weight = normal(2, 3, columns, dtype=dtype), normal(columns, dtype=dtype, seed=2)
-    want = fused_norm.rms_norm_reference(x, weight, 1e-5)
+    want = fused_twins.rms_norm_reference(x, weight, 1e-5)
     assert relative_error(fused_norm.rms_norm(x, weight, 1e-5), want) < TOLERANCE[dtype]
     assert relative_error(fused_norm.rms_norm(x, weight, 0.5), want) > 0.05
 
@@ -95,7 +96,7 @@ def test_norm_behind(dtype, columns, follows):
     behind, following = (normal(columns, dtype=dtype, seed=seed) for seed in (2, 3))
     after = (following, 1e-3) if follows else None
     mine, given = a.clone(), x.clone()
-    want = fused_behind.norm_behind_reference(a, x, behind, 1e-5, after)
+    want = fused_twins.norm_behind_reference(a, x, behind, 1e-5, after)
     got = fused_behind.norm_behind(mine, given, behind, 1e-5, after)
     assert got[0] is mine and torch.equal(given, x)
     for found, expected in zip(got, want, strict=True):
@@ -118,7 +119,7 @@ def test_layer_norm(dtype, biases):
     }
     mine, theirs = x.clone(), x.clone()
     got = fused_layer_norm.layer_norm(mine, weight, bias, 1e-5, **given)
-    want = fused_layer_norm.layer_norm_reference(theirs, weight, bias, 1e-5, **given)
+    want = fused_twins.layer_norm_reference(theirs, weight, bias, 1e-5, **given)
     assert relative_error(got, want) < 2 * TOLERANCE[dtype]
     assert relative_error(mine, theirs) < TOLERANCE[dtype]
     assert torch.equal(mine, x) == (not given)
@@ -133,7 +134,7 @@ def test_largest(dtype):
     assert (x[0] == x[0].max()).sum() > 1
     x[1, 9_999] = 3.0
     x[2].fill_(-float("inf"))
-    want = fused_argmax.argmax_reference(x)
+    want = fused_twins.argmax_reference(x)
     assert torch.equal(fused_argmax.argmax(x), want)
     table, slots = torch.full((7,), -1), torch.tensor([6, 0, 3, 2, 5])
     fused_argmax.argmax(x, slots_B=slots, table_S=table)
@@ -153,7 +154,7 @@ def test_argmax_of_rows_with_nan_is_a_column_of_the_row(dtype):
     x[4, 9_000] = float("nan")
     x[5] = -x[5].abs()
     x[5, [17, 8_000]] = torch.tensor([-0.0, 0.0], dtype=dtype)
-    want = fused_argmax.argmax_reference(x)
+    want = fused_twins.argmax_reference(x)
     assert want.tolist()[:6] == [0, 0, 4_100, 9_000, 9_000, 17]
     assert torch.equal(fused_argmax.argmax(x), want)
 

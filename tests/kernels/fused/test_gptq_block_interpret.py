@@ -6,7 +6,8 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.fused.gptq_block import round_block, round_block_reference
+from llmpq.kernels.fused.gptq_block import round_block
+from reference.fused_twins import round_block_reference
 
 pytestmark = [
     pytest.mark.interpret,

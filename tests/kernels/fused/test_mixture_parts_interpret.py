@@ -6,9 +6,10 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.fused.head_norm import head_norm, head_norm_reference
-from llmpq.kernels.fused.weighted_sum import Shared, weighted_sum, weighted_sum_reference
-from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.fused.head_norm import head_norm
+from llmpq.kernels.fused.weighted_sum import Shared, weighted_sum
+from reference.fused_twins import head_norm_reference, weighted_sum_reference
+from reference.gemm_twins import relative_error
 
 pytestmark = [
     pytest.mark.interpret,

@@ -13,9 +13,9 @@ from llmpq.kernels.gemm import linear_gpu
 from llmpq.kernels.gemm.dequantize import dequantize_triton
 from llmpq.kernels.gemm.linear_gpu import run
 from llmpq.kernels.gemm.ranking.config import DENSE, PIECES, Config, make_plan
-from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
+from reference.gemm_twins import linear_reference, relative_error
 
 pytestmark = [
     pytest.mark.thin(2),

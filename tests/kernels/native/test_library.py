@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.kernels.native import library
 from llmpq.kernels.weights.quantized_weight import best_layout
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
+from reference.gemm_twins import linear_reference, relative_error
 
 pytestmark = [pytest.mark.cpu, pytest.mark.native]
 

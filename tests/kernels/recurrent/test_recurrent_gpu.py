@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels.recurrent.convolve import convolve_rows, convolve_rows_reference
-from llmpq.kernels.recurrent.gated_norm import gated_norm, gated_norm_reference
-from llmpq.kernels.recurrent.notes import note_rows, note_rows_reference
+from llmpq.kernels.recurrent.convolve import convolve_rows
+from llmpq.kernels.recurrent.gated_norm import gated_norm
+from llmpq.kernels.recurrent.notes import note_rows
 from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows
-from llmpq.kernels.recurrent.state_walk import walk_rows, walk_rows_reference
+from llmpq.kernels.recurrent.state_walk import walk_rows
 from reference.recurrent_rows import (
     CHUNKS,
     KINDS,
@@ -26,6 +26,12 @@ from reference.recurrent_rows import (
     slots_of,
     some_notes,
     table,
+)
+from reference.recurrent_twins import (
+    convolve_rows_reference,
+    gated_norm_reference,
+    note_rows_reference,
+    walk_rows_reference,
 )
 
 pytestmark = [

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels.atom.reference import integer_product
 from llmpq.kernels.formats.atom_rounding import (
     hadamard,
     restore,
@@ -25,6 +24,7 @@ from llmpq.kernels.weights.atom_weight import (
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, default_scheme
+from reference.atom_twins import integer_product
 
 pytestmark = pytest.mark.cpu
 

@@ -10,7 +10,6 @@ import torch
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.codebooks import E8M0, Codebook
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.weights.atom_weight import quantize_atom
 from llmpq.kernels.weights.codebook_weight import codebook_weight
 from llmpq.kernels.weights.dense_weight import DenseWeight
@@ -18,6 +17,7 @@ from llmpq.kernels.weights.fp8_weight import fp8_weight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.kernels.weights.weight import Weight
 from llmpq.precision import WeightScheme
+from reference.gemm_twins import relative_error
 
 pytestmark = pytest.mark.cpu
 N, K = 80, 384

@@ -14,8 +14,7 @@ from llmpq.planner.evaluate.objective import (
     StageTimes,
     job_time,
     makespan,
-    paper_time,
-    published_code_time,
+    pipeline_time,
 )
 from llmpq.planner.evaluate.simulator import (
     replay,
@@ -28,6 +27,7 @@ from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.numbers import distinct_sizes, microbatch_pairs, sizes_of
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
+from reference.published_time import published_code_time
 from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
@@ -102,7 +102,7 @@ def test_the_papers_form_would_fail_that_test() -> None:
     for _ in range(100):
         t = _random_times(rng, rng.randint(2, 8))
         exact = _simulated(t, 4, 4, 100)
-        worst = max(worst, abs(paper_time(t, mp=4, md=4, n=100).total_s / exact - 1))
+        worst = max(worst, abs(pipeline_time("paper", t, mp=4, md=4, n=100).total_s / exact - 1))
     assert worst > 0.1
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmpq.kernels.atom.reference import atom_linear_reference, integer_product
+from llmpq.kernels.atom.reference import atom_linear_reference
 from llmpq.kernels.formats.atom_rounding import (
     Codes,
     integer_scales,
@@ -35,6 +35,7 @@ from llmpq.profiler.quantize.one_layer import Recipe, channel_order, folded
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import CheckpointSource
+from reference.atom_twins import integer_product
 from reference.inject_outliers import InjectedSource
 from reference.pipeline import ReferencePipeline
 

@@ -7,7 +7,6 @@ import torch
 from triton import knobs
 
 from llmpq.cost_model import Phase
-from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.weights import dense_weight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
@@ -20,6 +19,7 @@ from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.cache import gpu_paged_kv
 from llmpq.runtime.cache.gpu_paged_kv import GpuPagedKV
 from llmpq.runtime.models.layers import DecoderLayer
+from reference.fused_twins import rope_append_pages_reference
 
 pytestmark = [
     pytest.mark.interpret,

@@ -12,7 +12,6 @@ import torch
 from triton import knobs
 
 from llmpq.capabilities import lacks
-from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.kv import prompt_attend
 from llmpq.kernels.kv.paged import packed_pages_plan, paged_plan
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
@@ -33,6 +32,7 @@ from llmpq.runtime.models.layers import Attention, LayerTail
 from llmpq.runtime.models.rotary import Rotary
 from llmpq.sizes.pool_size import PoolSize
 from reference.family_runs import Served, served, stages_of
+from reference.fused_twins import rope_append_pages_reference
 
 pytestmark = [
     pytest.mark.interpret,

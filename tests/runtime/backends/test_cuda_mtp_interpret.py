@@ -9,7 +9,6 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
@@ -29,6 +28,7 @@ from llmpq.runtime.request import Request
 from llmpq.runtime.step import StepMessage
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
+from reference.fused_twins import rope_append_pages_reference
 from reference.interpreted_stage import gpu_pool
 from reference.mtp_models import make_mtp_model
 from reference.open_stages import OpenStages

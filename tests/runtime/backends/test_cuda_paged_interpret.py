@@ -9,7 +9,6 @@ import transformers
 from triton import knobs
 
 from llmpq.capabilities import execution_modes, require
-from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.kv import prompt_attend
 from llmpq.kernels.kv.paged import packed_pages_plan, paged_plan
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
@@ -43,6 +42,7 @@ from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import RING_TOKENS, TAIL_TOKENS
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.step_padding import CAPTURED_TOKENS, gpu_padded
+from reference.fused_twins import rope_append_pages_reference
 from reference.interpreted_stage import gpu_pool, gpu_stage
 from reference.open_stages import OpenStages
 from reference.pipeline import ReferencePipeline

@@ -10,7 +10,6 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.kv.paged import packed_pages_plan
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.weights import dense_weight
@@ -32,6 +31,7 @@ from llmpq.runtime.step import StepMessage
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.speculation import SpeculationMode
+from reference.fused_twins import rope_append_pages_reference
 from reference.interpreted_stage import gpu_pool
 from reference.open_stages import OpenStages
 

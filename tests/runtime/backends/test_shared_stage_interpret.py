@@ -8,8 +8,6 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.fused.rms_norm import rms_norm_reference
-from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends import build_stage as stage_building
@@ -30,6 +28,7 @@ from llmpq.runtime.token_rules import LogitsConstraints
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
+from reference.fused_twins import rms_norm_reference, rope_append_pages_reference
 from reference.interpreted_stage import gpu_stage
 
 pytestmark = [

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from llmpq.kernels.fused.rms_norm import rms_norm_reference
 from llmpq.runtime.links.peer_total import PeerSum
 from llmpq.runtime.links.transport import join_gloo
+from reference.fused_twins import rms_norm_reference
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.kernels.fused.gated_mlp import gate_mul_reference
 from llmpq.kernels.gemm.experts import gluon_expert_launch
 from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
-from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.weights.dense_weight import DenseWeight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
+from reference.fused_twins import gate_mul_reference
+from reference.gemm_twins import relative_error
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,17 +5,17 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.kernels.fused.gated_mlp import gate_mul_reference
 from llmpq.kernels.gemm.experts import expert_dispatch as sent_module
 from llmpq.kernels.gemm.experts import expert_rows_launch, gluon_expert_launch
 from llmpq.kernels.gemm.experts import expert_stack as module
 from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
-from llmpq.kernels.gemm.reference import experts_reference, relative_error
 from llmpq.kernels.weights.dense_weight import DenseWeight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
+from reference.fused_twins import gate_mul_reference
+from reference.gemm_twins import experts_reference, relative_error
 
 pytestmark = [
     pytest.mark.thin(2),

@@ -8,12 +8,12 @@ from triton import knobs
 
 from llmpq.kernels.formats.codebooks import E8M0, Codebook
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.kernels.fused.gated_mlp import gate_mul_reference
 from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
-from llmpq.kernels.gemm.reference import experts_reference, relative_error
 from llmpq.kernels.weights.codebook_weight import CodebookWeight, codebook_weight
+from reference.fused_twins import gate_mul_reference
+from reference.gemm_twins import experts_reference, relative_error
 
 pytestmark = [
     pytest.mark.interpret,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook
-from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.weights.codebook_weight import CodebookWeight, codebook_weight
+from reference.gemm_twins import relative_error
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:

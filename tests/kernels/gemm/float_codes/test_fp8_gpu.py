@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.kernels.weights.fp8_weight import Fp8Weight
+from reference.gemm_twins import linear_reference, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,7 @@ def test_experts():
     from llmpq.kernels.gemm.experts.expert_dispatch import assign
     from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
     from llmpq.kernels.gemm.experts.gated import GateRule
-    from llmpq.kernels.gemm.reference import experts_reference
+    from reference.gemm_twins import experts_reference
 
     for dtype, kind in ((torch.bfloat16, "blocks"), (torch.float16, "channel")):
         stack, weights = ExpertStack(8), []

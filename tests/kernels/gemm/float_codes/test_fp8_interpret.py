@@ -5,12 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels.gemm.reference import (
-    experts_reference,
-    linear_reference,
-    relative_error,
-)
 from llmpq.kernels.weights.fp8_weight import Fp8Weight
+from reference.gemm_twins import experts_reference, linear_reference, relative_error
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:

@@ -8,9 +8,9 @@ import torch
 from llmpq.kernels.gemm import linear_gpu
 from llmpq.kernels.gemm.choice import choose_plan
 from llmpq.kernels.gemm.ranking.config import Config, make_plan
-from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.kernels.kernel_table import Kernel
 from reference.check_gemm import LIMITS, random_weight
+from reference.gemm_twins import linear_reference, relative_error
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,9 +8,9 @@ import torch
 from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.gemm.ranking.config import DENSE, Config, make_plan
-from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.weights.codebook_weight import codebook_weight
 from llmpq.kernels.weights.quantized_weight import from_codes
+from reference.gemm_twins import relative_error
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.kernel_table import KernelForm
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
+from reference.gemm_twins import relative_error
 
 pytestmark = [
     pytest.mark.gpu,

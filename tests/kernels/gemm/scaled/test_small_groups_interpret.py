@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight, from_codes
+from reference.gemm_twins import relative_error
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:

@@ -6,20 +6,15 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.fused.rope_append import rope_append_pages, rope_append_pages_reference
+from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.kv.paged import paged_plan
 from llmpq.kernels.kv.paged.paged_attend import paged_attend
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
-from llmpq.kernels.kv.paged.paged_rows import (
-    WORK_SPLIT,
-    row_table,
-    share_of,
-    split_work,
-    spread,
-    spread_reference,
-)
-from llmpq.kernels.kv.reference import ScoreRule, paged_attend_reference
+from llmpq.kernels.kv.paged.paged_rows import WORK_SPLIT, row_table, share_of, split_work, spread
+from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.sizes.kv_format import BLOCK_TOKENS
+from reference.fused_twins import rope_append_pages_reference
+from reference.paged_twins import paged_attend_reference, spread_reference
 
 pytestmark = [
     pytest.mark.thin(2),

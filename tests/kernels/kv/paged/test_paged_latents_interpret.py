@@ -7,8 +7,8 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan, attend_latent_pages
-from llmpq.kernels.kv.reference import paged_attend_reference
 from llmpq.sizes.kv_format import BLOCK_TOKENS
+from reference.paged_twins import paged_attend_reference
 
 pytestmark = [
     pytest.mark.interpret,

@@ -1,18 +1,14 @@
-"""Plain-torch twins of the weight kernels: slow, clear, the oracle of every test and check."""
+"""Plain-torch twins of the products with packed weights: slow, clear, the oracle of every check."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.formats.weight_layout import GROUP
-
-if TYPE_CHECKING:
-    from llmpq.kernels.weights.fp8_weight import Fp8Weight
-    from llmpq.kernels.weights.quantized_weight import QuantizedWeight
+from llmpq.kernels.weights.fp8_weight import Fp8Weight
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight
 
 
 def linear_reference(
