@@ -30,15 +30,14 @@ that the scales of a thread's elements are contiguous too:
     keys    row m*16 + r*8 + g = token 16m + 2g + r      octet o, column 2t+h = channel t*D/4+2o+h
     values  row m*16 + r*8 + g = channel g*D/8 + 2m + r  octet 2m+r, column u = token 16m + 2u + r
 
-Scales and zeros are fp16 planes, x = code * scale + zero, zero = the least value of the group:
+Scales and zeros are fp16 planes, x = code * scale + zero, zero = the least value:
 
-    keys KC   [128 / group, 2, D]   one pair per channel and `group` tokens (group 32, 64 or 128)
-    keys KT   [2, 128]              one pair per token, in thread order:
-    values    [2, 128]              token 16m + 2g + r of a tile at 8g + 2m + r
+    keys      [2, D]      one pair per channel
+    values    [2, 128]    one pair per token, token 16m + 2g + r of a tile at 8g + 2m + r
 
-The scale that stands in memory is the scale times 2**(8 - b - i*b), i: the plane of its channel
-(KC) or token (values), not for KT: planes come out of the mask 2**(i*b) times too large, and all
-products shall be the same 2**(8 - b) times too large. A power of two costs no precision upwards.
+The scale that stands in memory is the scale times 2**(8 - b - i*b), i: the plane of its channel or
+token: planes come out of the mask 2**(i*b) times too large, and all products shall be the same
+2**(8 - b) times too large. A power of two costs no precision upwards.
 
 b: bits (8, 4, 2).  D: head_dim, padded with zeros to a multiple of 32.
 """
@@ -56,27 +55,18 @@ from llmpq.sizes.kv_format import BLOCK_TOKENS, block_bytes, padded_head_dim
 TILE_TOKENS = 64
 """Tokens of one tile, two to a block."""
 
-KEY_GROUPS = (32, 64, 128)
-"""Tokens that may share a channel's key scale."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class KVFormat:
-    """How keys and values are quantised: `key_group` tokens a channel (KC), None a token (KT)."""
+    """How keys and values are quantised: a scale a channel of keys, a scale a token of values."""
 
     precision: KVPrecision
     head_dim: int
-    key_group: int | None = BLOCK_TOKENS
     keys_by_octet: bool = False
 
     def __post_init__(self) -> None:
         if self.precision is KVPrecision.KV16:
             raise ValueError("kv16 is not a packed format; use a plain 16-bit cache")
-        if self.key_group is not None and self.key_group not in KEY_GROUPS:
-            raise ValueError(
-                f"key group must be one of {KEY_GROUPS} tokens, or None for one scale per token; "
-                f"got {self.key_group}"
-            )
 
     @property
     def bits(self) -> int:
@@ -101,15 +91,11 @@ class KVFormat:
     @property
     def key_param_shape(self) -> tuple[int, ...]:
         """Shape of a block's key scales and zeros."""
-        if self.key_group is None:
-            return (2, BLOCK_TOKENS)
-        return (BLOCK_TOKENS // self.key_group, 2, self.channels)
+        return (2, self.channels)
 
     def block_bytes(self, kv_heads: int) -> int:
         """Bytes of one block of `kv_heads` heads, keys and values."""
-        return block_bytes(
-            self.precision, kv_heads=kv_heads, head_dim=self.head_dim, key_group=self.key_group
-        )
+        return block_bytes(self.precision, kv_heads=kv_heads, head_dim=self.head_dim)
 
 
 def pool_format(precision: KVPrecision, head_dim: int) -> KVFormat:
@@ -181,7 +167,7 @@ def from_thread_order(x: Tensor) -> Tensor:
 
 
 def channel_gain(fmt: KVFormat, device: torch.device | None = None) -> Tensor:
-    """Return [D]: what each channel's stored key scale (KC) is multiplied by."""
+    """Return [D]: what each channel's stored key scale is multiplied by."""
     channel = torch.arange(fmt.channels, device=device)
     return _gain(channel % (fmt.channels // 4) // 2, fmt.bits)
 

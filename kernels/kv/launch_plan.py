@@ -6,8 +6,6 @@ from functools import lru_cache
 
 import torch
 
-from llmpq.sizes.kv_format import BLOCK_TOKENS
-
 REGISTER_LIMIT = 12
 """One-warp programs an SM has registers for: 65536 / (156 * 32), rounded down to what fits."""
 
@@ -44,11 +42,9 @@ def programs_per_sm(
     tiles: int,
     stages: int,
     *,
-    key_group: int | None = BLOCK_TOKENS,
     shared: int = SHARED_PER_SM,
 ) -> int:
     """Return the one-warp programs that are resident on an SM with `shared` bytes of memory."""
-    keys = 4 * head_dim * max(1, 64 * tiles // key_group) if key_group else 256 * tiles
-    buffer = tiles * (64 * head_dim * bits // 4 + 256) + keys
+    buffer = tiles * (64 * head_dim * bits // 4 + 256) + 4 * head_dim
     by_shared = shared // (max(1, stages - 1) * buffer + 1024)
     return max(1, min(REGISTER_LIMIT if columns == 8 else 8, by_shared))

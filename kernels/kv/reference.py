@@ -43,15 +43,9 @@ def pack_block(fmt: KVFormat, k_TD: Tensor, v_TD: Tensor) -> tuple[Tensor, Tenso
     pad = fmt.channels - fmt.head_dim
     k_TD, v_TD = k_TD.float(), v_TD.float()
     v_codes, v_scale, v_zero = quantize(v_TD, fmt.bits, -1)
-    if fmt.key_group is None:
-        k_codes, k_scale, k_zero = quantize(k_TD, fmt.bits, -1)
-        k_params = to_thread_order(torch.stack([k_scale, k_zero], -3).squeeze(-1))
-    else:
-        groups = k_TD.unflatten(-2, (BLOCK_TOKENS // fmt.key_group, fmt.key_group))
-        codes, k_scale, k_zero = quantize(groups, fmt.bits, -2)
-        k_codes = codes.flatten(-3, -2)
-        k_params = F.pad(torch.cat([k_scale, k_zero], -2), (0, pad))
-        k_params[..., 0, :] *= channel_gain(fmt, k_TD.device)
+    k_codes, k_scale, k_zero = quantize(k_TD, fmt.bits, -2)
+    k_params = F.pad(torch.cat([k_scale, k_zero], -2), (0, pad))
+    k_params[..., 0, :] *= channel_gain(fmt, k_TD.device)
     v_params = torch.stack([v_scale, v_zero], -3).squeeze(-1)
     v_params[..., 0, :] *= token_gain(fmt, v_TD.device)
     v_params = to_thread_order(v_params)
@@ -67,13 +61,8 @@ def unpack_key_block(
     k_params = layer.k_params_PG[:, heads][pages].to(dtype)
     words = layer.k_words_PGW[:, heads][pages]
     k = unpack_keys(words, fmt.bits, fmt.channels, by_octet=fmt.keys_by_octet).to(dtype)
-    if fmt.key_group is None:
-        k_params = from_thread_order(k_params)
-        k = k.mul_(k_params[..., 0, :, None]).add_(k_params[..., 1, :, None])
-        return k[..., : fmt.head_dim]
     k_params[..., 0, :] /= channel_gain(fmt, k_params.device)
-    groups = k.unflatten(-2, (-1, fmt.key_group))  # a view: the next line fills k
-    groups.mul_(k_params[..., 0, None, :]).add_(k_params[..., 1, None, :])
+    k = k.mul_(k_params[..., 0, None, :]).add_(k_params[..., 1, None, :])
     return k[..., : fmt.head_dim]
 
 

@@ -35,11 +35,9 @@ def ask_tiles(k_at, v_at, first, end, D: tl.constexpr, TOKENS: tl.constexpr):
     prefetch(base + first.to(tl.int64) * (D * item) + at, size)
 
 
-def choose_splits(
-    programs: int, tokens: int, tile: int, sms: int, *, per_sm: int = PROGRAMS_PER_SM
-) -> int:
+def choose_splits(programs: int, tokens: int, tile: int, sms: int) -> int:
     """Return the parts a request is split into: as many programs as run at once, no empty parts."""
-    return max(1, min(per_sm * sms // programs, -(-tokens // tile), MAX_SPLITS))
+    return max(1, min(sms // programs, -(-tokens // tile), MAX_SPLITS))
 
 
 def choose_stages(tile_bytes: int, block: int, everywhere: int) -> int:

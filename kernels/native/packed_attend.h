@@ -13,9 +13,8 @@ struct Packed {
   const uint32_t *k_words, *v_words;   // [P, G, 4 bits channels]
   const uint16_t *k_params, *v_params; // fp16
   const void *k_ring, *v_ring;         // [S, G, ring, D]
-  int64_t G, dim, channels, key_group, ring;  // key_group 0: a scale and a zero a token
+  int64_t G, dim, channels, ring;
   int64_t words(int64_t bits) const { return 4 * bits * channels; }
-  int64_t key_params() const { return key_group ? 128 / key_group * 2 * channels : 256; }
 };
 
 // What a query head sees beside its keys: as ScoreRule of kernels/kv/reference.py.
@@ -169,34 +168,25 @@ struct PackedHeads {
 
   // scores[h, 128] of the block on `page`.
   void keys(int64_t page, float* scores, int64_t scores_stride) {
-    int64_t block = page * pool.G + g, C = pool.channels, each = pool.key_group ? pool.key_group : BLOCK;
+    int64_t block = page * pool.G + g, C = pool.channels;
     const uint32_t* words = pool.k_words + block * pool.words(BITS);
     float step[HEADS], off[HEADS];
-    for (int64_t group = 0; group < BLOCK / each; ++group) {
-      int64_t params = block * pool.key_params() + group * 2 * C;
-      if (pool.key_group) {
-        copy_floats(scale.data(), pool.k_params, params, C, FLOAT16);
-        copy_floats(zero.data(), pool.k_params, params + C, C, FLOAT16);
-        for (int64_t c = 0; c < C; ++c) scale[c] *= order.key_gain[c];
+    copy_floats(scale.data(), pool.k_params, block * 2 * C, C, FLOAT16);
+    copy_floats(zero.data(), pool.k_params, block * 2 * C + C, C, FLOAT16);
+    for (int64_t c = 0; c < C; ++c) scale[c] *= order.key_gain[c];
+    for (int h = 0; h < HEADS; ++h) {
+      const float* own = q + h * padded;
+      off[h] = 0;
+      for (int64_t c = 0; c < C; ++c) {
+        scaled[c] = own[c] * scale[c];
+        off[h] += own[c] * (zero[c] + MIDDLE * scale[c]);
       }
-      for (int h = 0; h < HEADS; ++h) {
-        const float* own = q + h * padded;
-        off[h] = 0;
-        for (int64_t c = 0; c < C; ++c) {
-          scaled[c] = pool.key_group ? own[c] * scale[c] : own[c];
-          off[h] += pool.key_group ? own[c] * (zero[c] + MIDDLE * scale[c]) : own[c];
-        }
-        step[h] = round_in_order<PARTS>(scaled.data(), C, order.key, rounded.data() + h * stride, HEADS * stride);
-      }
-      begin(order.key.size());
-      if (!pool.key_group) {
-        copy_floats(scale.data(), pool.k_params, params, BLOCK, FLOAT16);
-        copy_floats(zero.data(), pool.k_params, params + BLOCK, BLOCK, FLOAT16);
-      }
-      for (int64_t t = group * each; t < (group + 1) * each; t += order.shared ? 32 : 16) {
-        int64_t at = t / 64 * (pool.words(BITS) / 2) + (order.shared ? t % 64 / 32 : t % 64 / 16 * order.chunks) * 128;
-        sixteen(words + at, t, scores, scores_stride, step, off);
-      }
+      step[h] = round_in_order<PARTS>(scaled.data(), C, order.key, rounded.data() + h * stride, HEADS * stride);
+    }
+    begin(order.key.size());
+    for (int64_t t = 0; t < BLOCK; t += order.shared ? 32 : 16) {
+      int64_t at = t / 64 * (pool.words(BITS) / 2) + (order.shared ? t % 64 / 32 : t % 64 / 16 * order.chunks) * 128;
+      sixteen(words + at, t, scores, scores_stride, step, off);
     }
   }
 
@@ -217,10 +207,7 @@ struct PackedHeads {
       for (int h = 0; h < HEADS; ++h) {
         float* to = scores + h * scores_stride + t;
         totals(sums[run][h], to);
-        for (int i = 0; i < 16; ++i) {
-          int64_t place = thread_order(t + i);
-          to[i] = pool.key_group ? to[i] * step[h] + off[h] : to[i] * step[h] * scale[place] + (zero[place] + MIDDLE * scale[place]) * off[h];
-        }
+        for (int i = 0; i < 16; ++i) to[i] = to[i] * step[h] + off[h];
       }
   }
 

@@ -72,18 +72,12 @@ def padded_head_dim(head_dim: int) -> int:
     return -(-head_dim // HEAD_DIM_PADDING) * HEAD_DIM_PADDING
 
 
-def block_bytes(
-    kv: KVPrecision, *, kv_heads: int, head_dim: int, key_group: int | None = BLOCK_TOKENS
-) -> int:
-    """Return the bytes of one packed block of one layer, keys and values.
-
-    `key_group` is the number of tokens that share a channel's key scale (KC); None means one scale
-    per token (KT). Values always have one scale per token.
-    """
+def block_bytes(kv: KVPrecision, *, kv_heads: int, head_dim: int) -> int:
+    """Return the bytes of one packed block of one layer: keys with a scale for every channel,
+    values with one for every token."""
     channels = padded_head_dim(head_dim)
     codes = 2 * BLOCK_TOKENS * channels * kv.bits // 8
-    key_params = BLOCK_TOKENS if key_group is None else BLOCK_TOKENS // key_group * channels
-    return kv_heads * (codes + (key_params + BLOCK_TOKENS) * PARAM_BYTES)
+    return kv_heads * (codes + (channels + BLOCK_TOKENS) * PARAM_BYTES)
 
 
 def kv_cache_bytes(
@@ -94,7 +88,6 @@ def kv_cache_bytes(
     kv_heads: int,
     head_dim: int,
     dtype_bytes: int,
-    key_group: int | None = BLOCK_TOKENS,
     vectors: int = 2,
 ) -> int:
     """Return the bytes of one layer's keys and values for `slots` requests of `max_len` tokens.
@@ -107,9 +100,7 @@ def kv_cache_bytes(
     token = 2 * kv_heads * head_dim * dtype_bytes
     if kv is KVPrecision.KV16:
         return slots * max_len * token // 2 * vectors
-    packed = packed_blocks(max_len) * block_bytes(
-        kv, kv_heads=kv_heads, head_dim=head_dim, key_group=key_group
-    )
+    packed = packed_blocks(max_len) * block_bytes(kv, kv_heads=kv_heads, head_dim=head_dim)
     return slots * (packed + RING_TOKENS * token)
 
 
@@ -122,7 +113,6 @@ def kv_pool_bytes(
     head_dim: int,
     dtype_bytes: int,
     prefix_cache: bool,
-    key_group: int | None = BLOCK_TOKENS,
     vectors: int = 2,
 ) -> int:
     """Return the bytes of one layer's pool of blocks, for `slots` requests at once.
@@ -135,6 +125,6 @@ def kv_pool_bytes(
     token = 2 * kv_heads * head_dim * dtype_bytes
     if kv is KVPrecision.KV16:
         return num_blocks * BLOCK_TOKENS * token // 2 * vectors
-    block = block_bytes(kv, kv_heads=kv_heads, head_dim=head_dim, key_group=key_group)
+    block = block_bytes(kv, kv_heads=kv_heads, head_dim=head_dim)
     behind = TAIL_TOKENS * token if prefix_cache else 0
     return num_blocks * (block + behind) + slots * RING_TOKENS * token

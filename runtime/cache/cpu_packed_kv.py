@@ -54,7 +54,7 @@ class CpuPackedKV(PagedKV):
         columns = packed_blocks(size.max_len)
         self._table_SN = torch.zeros((size.slots, columns), dtype=torch.int32, device=device)
         self.cache = QuantizedKVCache(
-            KVFormat(precision=kv, head_dim=spec.head_dim, key_group=BLOCK_TOKENS),
+            KVFormat(precision=kv, head_dim=spec.head_dim),
             num_layers=len(layers),
             kv_heads=spec.kv_heads,
             slots=size.slots,

@@ -97,11 +97,10 @@ class PackedContiguousKV(KVCache):
         max_len: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        key_group: int | None = 128,
     ) -> None:
         self.layers = [
             QuantizedKVCache(
-                KVFormat(precision=kv, head_dim=dim, key_group=key_group),
+                KVFormat(precision=kv, head_dim=dim),
                 num_layers=1,
                 kv_heads=heads,
                 slots=slots,

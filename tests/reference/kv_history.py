@@ -18,11 +18,8 @@ from llmpq.sizes.kv_format import BLOCK_TOKENS, packed_end
 
 def dequantised(fmt: KVFormat, x_TGD: Tensor, *, keys: bool) -> Tensor:
     """Round whole blocks of keys or values [T, G, D] to the format, in float64."""
-    group, dim = (BLOCK_TOKENS, -1)
-    if keys and fmt.key_group is not None:
-        group, dim = fmt.key_group, -3
-    blocks = x_TGD.unflatten(0, (-1, group))
-    codes, scale, zero = quantize(blocks, fmt.bits, dim)
+    blocks = x_TGD.unflatten(0, (-1, BLOCK_TOKENS))
+    codes, scale, zero = quantize(blocks, fmt.bits, -3 if keys else -1)
     return (codes.double() * scale.double() + zero.double()).flatten(0, 1)
 
 

@@ -27,7 +27,7 @@ from llmpq.kernels.gemm.gluon.gluon_unpack import (
 from llmpq.kernels.gemm.operands.code_assembly import SUMS, linear_assembly, lookup_assembly
 
 _ASSEMBLY = {
-    (bits, kind, half, symmetric): linear_assembly(bits, kind, half, symmetric, scaled=True)
+    (bits, kind, half, symmetric): linear_assembly(bits, kind, half, symmetric)
     for bits in (4, 8)
     for kind in ("f16", "bf16")
     for half in (0, 1)
@@ -35,7 +35,7 @@ _ASSEMBLY = {
 }
 
 _LOOKUPS = {
-    (codebook.value, kind, half): lookup_assembly(codebook.values, kind, half, scaled=True)
+    (codebook.value, kind, half): lookup_assembly(codebook.values, kind, half)
     for codebook in (Codebook.NF4, Codebook.FP4, Codebook.IQ4)
     for kind in ("f16", "bf16")
     for half in (0, 1)

@@ -24,11 +24,11 @@ from llmpq.kernels.gemm.operands.unpack_assembly import last_pair, pick
 _MAGIC = {"f16": "0x64006400", "bf16": "0x43004300"}
 
 
-def lookup_assembly(table: tuple[float, ...], kind: str, half: int, *, scaled: bool = False) -> str:
+def lookup_assembly(table: tuple[float, ...], kind: str, half: int) -> str:
     """Return the text that makes four codes of a word's half h values: outputs (r3, k0).
 
-    `kind`: "f16" or "bf16". `scaled`: operands behind the word are scales of r3 = 0 and 1, and of
-    bfloat16 what these lack of the float16 that they were.
+    `kind`: "f16" or "bf16". Operands behind the word: scales of r3 = 0 and 1, and of bfloat16 what
+    these lack of the float16 that they were.
     """
     if kind == "f16":
         words = [struct.unpack("<H", struct.pack("<e", value))[0] for value in table]
@@ -43,7 +43,7 @@ def lookup_assembly(table: tuple[float, ...], kind: str, half: int, *, scaled: b
             body += f"prmt.b32 {target}, t, u, c;"
         body += f"lop3.b32 {name}, a, b, m, 0xd8;"
     body += "prmt.b32 a, l, h, 0x5140;prmt.b32 b, l, h, 0x7362;"
-    for i, pair in enumerate("ab" if scaled else ""):
+    for i, pair in enumerate("ab"):
         if kind == "f16":
             body += f"mul.rn.f16x2 {pair}, {pair}, ${5 + i};"
         else:
@@ -60,13 +60,11 @@ def _bfloat16(value: float) -> int:
 
 
 @functools.cache
-def linear_assembly(
-    bits: int, kind: str, half: int, symmetric: bool, *, scaled: bool = False
-) -> str:
-    """Return the text that makes four codes of a half code - zero: outputs (r3, k0).
+def linear_assembly(bits: int, kind: str, half: int, symmetric: bool) -> str:
+    """Return the text that makes four codes of a half code - zero, times scale: outputs (r3, k0).
 
-    Operands: words (8 bits: high and low plane), then, not symmetric, zeros of r3 = 0 and 1, then,
-    `scaled`, scales.
+    Operands: words (8 bits: high and low plane), then, not symmetric, zeros of r3 = 0 and 1, then
+    scales.
     Code and zero are exact, their difference is rounded where the zero is not an integer.
     """
     magic, z = _MAGIC[kind], 2 ** (bits - 1) if symmetric else 0
@@ -99,13 +97,12 @@ def linear_assembly(
                 body += f"fma.rn.bf16x2 {p}, t, k, {p};"
             if not symmetric:
                 body += f"fma.rn.bf16x2 {p}, ${4 + bits // 4 + r}, o, {p};"
-        if scaled:
-            by = f"${4 + bits // 4 + (0 if symmetric else 2) + r}"
-            body += (
-                f"mul.rn.f16x2 {p}, {p}, {by};"
-                if kind == "f16"
-                else f"mov.b32 u, 0x80008000;fma.rn.bf16x2 {p}, {p}, {by}, u;"
-            )
+        by = f"${4 + bits // 4 + (0 if symmetric else 2) + r}"
+        body += (
+            f"mul.rn.f16x2 {p}, {p}, {by};"
+            if kind == "f16"
+            else f"mov.b32 u, 0x80008000;fma.rn.bf16x2 {p}, {p}, {by}, u;"
+        )
     body += "mov.b32 {$0, $1}, p0;mov.b32 {$2, $3}, p1;"
     return "{.reg .b32 t, u, k, v, o, p0, p1;" + body + "}"
 
@@ -162,10 +159,10 @@ def word_assembly(form: str, bits: int, kind: str, symmetric: bool, parts: int) 
     words, body = max(1, bits // 4), ""
     for half in range(2):
         if form == "parts":
-            text = linear_assembly(bits, kind, half, symmetric, scaled=True)
+            text = linear_assembly(bits, kind, half, symmetric)
             more = 2 if symmetric else 4
         else:
-            text = lookup_assembly(Codebook(form).values, kind, half, scaled=True)
+            text = lookup_assembly(Codebook(form).values, kind, half)
             more, words = 2 if kind == "f16" else 4, 1
         place = {i: 4 * half + i for i in range(4)}
         place |= {4 + i: 8 + i for i in range(words)}

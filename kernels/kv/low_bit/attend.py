@@ -4,17 +4,17 @@
     out^T    [D, R]        += V^T [D, 64] p [64, R]       registers (formats/kv_block.py draws them)
 
 Keys and values are the left operand (16 rows a tile, always full); the R = 8 or 16 columns are the
-query heads of one key-value head times the q_len new tokens, so GQA and a verify of several tokens
-read each byte once. Scales never touch the unpacked elements: a channel's key scale folds into q, a
-token's into p; zeros are one extra row of products (keys) and one sum (values). One warp a program:
-words arrive in shared memory by asynchronous copies, STAGES deep, and go to the operand's registers
-in 16-byte loads (straight loads were latency bound: ncu, H200, 20 % of issue slots used). GAIN:
-stored scales make up for a plane's power of two (kv_block.py), sums are GAIN times too large.
+query heads of one key-value head, so GQA reads each byte once. Scales never touch the unpacked
+elements: a channel's key scale folds into q, a token's into p; zeros are one extra row of products
+(keys) and one sum (values). One warp a program: words arrive in shared memory by asynchronous
+copies, STAGES deep, and go to the operand's registers in 16-byte loads (straight loads were latency
+bound: ncu, H200, 20 % of issue slots used). GAIN: stored scales make up for a plane's power of two
+(kv_block.py), sums are GAIN times too large.
 
 Cost per output: D * bits/4 + (scales) bytes of keys and values per token and key-value head,
 0.63 integer instructions per 4-bit element, 1 mma.m16n8k16 per 256 elements.
 
-B: requests.  Q: new tokens.  H: query heads.  G: key-value heads.  D: head_dim.  X: parts.
+H: query heads.  G: key-value heads.  D: head_dim.  X: parts.
 g, t, h, r, m, s: see formats/kv_block.py; thread 4g + t of the warp.
 """
 
@@ -40,11 +40,10 @@ from llmpq.kernels.kv.low_bit.register_operands import (
 )
 from llmpq.kernels.kv.low_bit.ring_attend import (
     BLOCK,
-    LOWEST,
     MASKED,
     capped,
 )
-from llmpq.kernels.kv.low_bit.unpack import TWO_24, unpack
+from llmpq.kernels.kv.low_bit.unpack import unpack
 
 TILE = tl.constexpr(64)
 P_SHIFT = tl.constexpr(4.0)
@@ -79,9 +78,8 @@ def _weighed(
 @triton.jit
 def _tiles(
     step0, step1, m_i, l_g, z_g, acc, k_words, k_params, v_words, v_params, table, slot,
-    table_width, head, q_plain, q_thread, q_codes, q_sum, q_pos, q_line, slope, unit, cap, window,
-    G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
-    KEY_GROUP: tl.constexpr, R: tl.constexpr, PAGED: tl.constexpr, ALIBI: tl.constexpr,
+    table_width, head, q_plain, q_thread, q_pos, slope, unit, cap, window,
+    G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, ALIBI: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     TILES: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr,
     EMULATE: tl.constexpr, C: tl.constexpr,
@@ -91,7 +89,7 @@ def _tiles(
     `unit` makes scores exponents of 2; those under a cap are so already (`score_unit`). C channels
     are stored, their keys by octet where D is more. Queries of float32 are multiplied as such.
     """
-    APART: tl.constexpr = KEY_GROUP > 32 and not CAPPED  # a group's zero joins the exponents
+    APART: tl.constexpr = not CAPPED  # a channel's zero joins the exponents
     score = unit
     unit = score_unit(unit, CAPPED)
     FLOAT32: tl.constexpr = q_thread.dtype == tl.float32
@@ -105,10 +103,7 @@ def _tiles(
         tile = step * TILES
         block = tile // 2
         half = tile % 2
-        if PAGED:
-            page = tl.load(table + slot * table_width + block).to(tl.int64)
-        else:
-            page = slot * table_width + block
+        page = tl.load(table + slot * table_width + block).to(tl.int64)
         at = page * G + head
         kw_at = k_words + at * (2 * STORED * 128) + half * (STORED * 128)
         vw_at = v_words + at * (2 * STORED * 128) + half * (STORED * 128)
@@ -118,50 +113,22 @@ def _tiles(
         if TILES == 2:
             kw1 = words(kw_at + STORED * 128, VECS, STORED)
             k1 = unpack(kw1, 4, D // 16, BITS, KW, EMULATE, BY_OCTET)
-        if KEY_GROUP == 0:
-            kp_at = k_params + at * (2 * BLOCK) + half * TILE
-            x0 = tl.dot(k0, q_codes) * TWO_24
-            x0 = x0 * over_scores(token_vector(kp_at).to(tl.float32), R)
-            x0 += q_sum[None, :] * over_scores(token_vector(kp_at + BLOCK).to(tl.float32), R)
-            if TILES == 2:
-                x1 = tl.dot(k1, q_codes) * TWO_24
-                x1 = x1 * over_scores(token_vector(kp_at + TILE).to(tl.float32), R)
-                zero1 = token_vector(kp_at + BLOCK + TILE).to(tl.float32)
-                x1 += q_sum[None, :] * over_scores(zero1, R)
-        else:
-            kp_at = k_params + at * (BLOCK // KEY_GROUP * 2 * C)
-            kp_at += half * (TILE // KEY_GROUP * 2 * C)
-            q_mat, init = fold_keys(kp_at, q_plain, q_thread, GAIN, D, R, KW, KW0, C)
-            if KEY_GROUP > 32:
-                x0 = times_codes(k0, q_mat, FLOAT32)
-                init0 = init
-            else:
-                x0 = tl.dot(k0, q_mat[0], from_zero(init, R))
-                q_mat, init = fold_keys(kp_at + 2 * C, q_plain, q_thread, GAIN, D, R, KW, KW0, C)
-                x0 = tl.where((row < 32)[:, None], x0, tl.dot(k0, q_mat[0], from_zero(init, R)))
-            if TILES == 2:
-                if KEY_GROUP < 128:
-                    kp1 = kp_at + BLOCK // KEY_GROUP * C
-                    q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0, C)
-                if KEY_GROUP > 32:
-                    x1 = times_codes(k1, q_mat, FLOAT32)
-                else:
-                    x1 = tl.dot(k1, q_mat[0], from_zero(init, R))
-                    kp1 = kp_at + 6 * C
-                    q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0, C)
-                    x1 = tl.where((row < 32)[:, None], x1, tl.dot(k1, q_mat[0], from_zero(init, R)))
+        q_mat, init = fold_keys(
+            k_params + at * (2 * C), q_plain, q_thread, GAIN, D, R, KW, KW0, C
+        )  # fmt: skip
+        x0 = times_codes(k0, q_mat, FLOAT32)
+        if TILES == 2:
+            x1 = times_codes(k1, q_mat, FLOAT32)
         if ALIBI:
             pos = tile * TILE + row_token
             x0 += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
             if TILES == 2:
                 x1 += slope[None, :] * (pos[:, None] + TILE - q_pos[None, :]).to(tl.float32)
         if CAPPED:
-            if KEY_GROUP > 32:
-                x0 += from_zero(init0, R)
+            x0 += from_zero(init, R)
             x0 = capped(x0 * score, cap)
             if TILES == 2:
-                if KEY_GROUP > 32:
-                    x1 += from_zero(init, R)
+                x1 += from_zero(init, R)
                 x1 = capped(x1 * score, cap)
         if WINDOWED:
             hidden = q_pos[None, :] - window - tile * TILE
@@ -169,25 +136,20 @@ def _tiles(
             if TILES == 2:
                 x1 = tl.where(row_token[:, None] + TILE > hidden, x1, MASKED)
         # ---- softmax
-        # a group's zero has one score a column: it joins the largest and the shift
+        # the channels' zeros have one score a column: it joins the largest and the shift
         if APART:
-            top_g = by_thread(x0, R) + zero_by_thread(init0, R)
+            top_g = by_thread(x0, R) + zero_by_thread(init, R)
             if TILES == 2:
                 top_g = tl.maximum(top_g, by_thread(x1, R) + zero_by_thread(init, R))
         else:
             top_g = by_thread(tl.maximum(x0, x1) if TILES == 2 else x0, R)
         top = tl.max(top_g, 0)
-        if Q > 1:  # the last block may lie beyond the line of the first queries
-            seen = q_line > block * BLOCK
-            top = tl.where(seen, top, LOWEST)
         m_new = tl.maximum(m_i, top)
         alpha = tl.exp2((m_i - m_new) * unit)
         shift = m_new * unit - P_SHIFT
-        if Q > 1:
-            shift = tl.where(seen, shift, -MASKED)
         m_i = m_new
         if APART:
-            p0 = tl.exp2(x0 * unit + from_zero(init0 * unit - shift[None, :], R))
+            p0 = tl.exp2(x0 * unit + from_zero(init * unit - shift[None, :], R))
         else:
             p0 = tl.exp2(x0 * unit - shift[None, :])
         pz = p0 * over_scores(token_vector(vp_at + BLOCK).to(tl.float32), R)

@@ -170,16 +170,15 @@ def _block(
 @triton.jit
 def _take_newest(
     q_ptr, row, used, k_ring, v_ring, new, t, start, end, stride, position, line, state,
-    score_unit, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, KW: tl.constexpr,
-    NEW: tl.constexpr,
+    score_unit, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """64 tokens in 16 bits, of the ring or (NEW) behind `start` of a step's own."""
+    """64 tokens in 16 bits, of the ring and from `start` on of a step's own."""
     m_i, l_p, z_p, accs = state
     x = tl.zeros([R, 64], tl.float32)
     live = (t < end)[:, None, None]
     for c in tl.static_range(C // 64):
         channel = key_channel(c, C, 64)
-        k = _recent(k_ring, new, t[:, None, None], start, stride, channel[None, :, :], live, D, NEW)
+        k = _recent(k_ring, new, t[:, None, None], start, stride, channel[None, :, :], live, D)
         q = tl.reshape(_queries(q_ptr, row, used, channel, D), (R, 64))
         x = tl.dot(q, tl.trans(tl.reshape(k.to(tl.float16), (64, 64))), x)
     seen = (t < end)[None, :] & (t[None, :] <= position[:, None]) & (t[None, :] >= line[:, None])
@@ -190,7 +189,7 @@ def _take_newest(
     made = ()
     for c in tl.static_range(C // 64):
         channel = value_channel(c, C)
-        v = _recent(v_ring, new, t[:, None, None], start, stride, channel[None, :, :], live, D, NEW)
+        v = _recent(v_ring, new, t[:, None, None], start, stride, channel[None, :, :], live, D)
         v = tl.permute(tl.reshape(v.to(tl.float16), (64, 8, 4, 2)), (0, 3, 2, 1))  # g m r -> r m g
         v = tl.reshape(v, (64, 64))
         made += (tl.dot(p.to(tl.float16), v, accs[c] * alpha[:, None]),)
@@ -198,17 +197,14 @@ def _take_newest(
 
 
 @triton.jit
-def _recent(ring, new, pos, start, stride, channel, live, D: tl.constexpr, NEW: tl.constexpr):
-    """Channels of tokens of the ring, NEW: those from `start` on of the step's own."""
+def _recent(ring, new, pos, start, stride, channel, live, D: tl.constexpr):
+    """Channels of tokens of the ring, and from `start` on of the step's own."""
     inside = live & (channel < D)
     at = ring + pos % RING * D + channel
-    if NEW:
-        old = tl.load(at, mask=inside & (pos < start), other=0.0)
-        late = inside & (pos >= start)
-        late = tl.load(new + (pos - start) * stride + channel, mask=late, other=0.0)
-        return tl.where(pos < start, old, late)
-    else:
-        return tl.load(at, mask=inside, other=0.0)
+    old = tl.load(at, mask=inside & (pos < start), other=0.0)
+    late = inside & (pos >= start)
+    late = tl.load(new + (pos - start) * stride + channel, mask=late, other=0.0)
+    return tl.where(pos < start, old, late)
 
 
 @triton.jit

@@ -56,8 +56,7 @@ def attend_packed(
     pools = [layer.k_words_PGW, layer.k_params_PG, layer.v_words_PGW, layer.v_params_PG]
     pools += [ring, layer.v_ring_SGRD]
     addresses = (ctypes.c_void_p * len(pools))(*map(address, pools))
-    key_group = fmt.key_group or 0
-    sizes = [batch, heads, ring.shape[1], dim, fmt.channels, key_group, RING_TOKENS]
+    sizes = [batch, heads, ring.shape[1], dim, fmt.channels, RING_TOKENS]
     sizes += [table_SN.shape[1], HOLDBACK_TOKENS, rule.window]
     packed_sizes = (ctypes.c_int64 * len(sizes))(*sizes)
     factors = (ctypes.c_float * 2)(scale, rule.cap)

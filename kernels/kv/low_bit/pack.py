@@ -111,7 +111,7 @@ def _store_words(ptr, x, WORDS: tl.constexpr, STORED: tl.constexpr, BITS: tl.con
 @triton.jit
 def pack_keys(
     new, ring, words, params, at, block, start, stride_t,
-    D: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr, READ_NEW: tl.constexpr,
+    D: tl.constexpr, BITS: tl.constexpr, READ_NEW: tl.constexpr,
 ):  # fmt: skip
     """Quantise and pack the keys of one block of one head into page-and-head `at`."""
     C: tl.constexpr = (D + 31) // 32 * 32
@@ -119,7 +119,6 @@ def pack_keys(
     Q: tl.constexpr = P // 4
     VEC: tl.constexpr = min(8, Q)
     NC: tl.constexpr = Q // VEC
-    tl.static_assert(KEY_GROUP > 0 or D == P, "a scale a token is for heads of a power of two")
     row = tl.arange(0, 512 * NC)[:, None]  # r n m c g t
     lane = row % 32
     tile_row = row // (32 * NC) % 4 * 16 + lane // 4 * 2 + row // (256 * NC)
@@ -128,33 +127,17 @@ def pack_keys(
     channel = lane % 4 * (C // 4) + own
     pos = block * BLOCK + token
     x = _load(new, ring, pos, own, channel, start, stride_t, VEC, C // 4, D, READ_NEW)
-    if KEY_GROUP == 0:
-        x = tl.permute(tl.reshape(x, (2, 2, 4, NC, 8, 4, VEC)), (0, 1, 2, 4, 3, 5, 6))
-        x = tl.reshape(x, (128, D))  # r n m g, c t j
-        scale, zero, inverse = _grid(tl.min(x, 1), tl.max(x, 1), BITS)
-        k = tl.arange(0, 128)
-        to = params + at * (2 * BLOCK) + k // 32 % 2 * 64 + k % 8 * 8 + k // 8 % 4 * 2 + k // 64
-        tl.store(to, scale)
-        tl.store(to + BLOCK, zero)
-        codes = tl.reshape(
-            _codes(x, zero[:, None], inverse[:, None], BITS), (2, 2, 4, 8, NC, 4, VEC)
-        )
-        codes = tl.permute(codes, (1, 2, 3, 5, 0, 4, 6))  # n m g t r c j
-    else:
-        N: tl.constexpr = BLOCK // KEY_GROUP
-        x = tl.permute(tl.reshape(x, (2, 2, 2, 2, NC, 8, 4, VEC)), (1, 2, 0, 3, 5, 4, 6, 7))
-        x = tl.reshape(x, (N, KEY_GROUP, P))  # n and half of m first, c t j last
-        scale, zero, inverse = _grid(tl.min(x, 1), tl.max(x, 1), BITS)
-        k = tl.arange(0, P)
-        own = k // (4 * VEC) * VEC + k % VEC
-        channels = k // VEC % 4 * (C // 4) + own
-        kept = tl.arange(0, N)[:, None] * 0 + own[None, :] < C // 4
-        to = params + (at * N + tl.arange(0, N))[:, None] * (2 * C) + channels[None, :]
-        tl.store(to, _gained(scale, (own // 2)[None, :], BITS), mask=kept)
-        tl.store(to + C, zero, mask=kept)
-        codes = _codes(x, zero[:, None, :], inverse[:, None, :], BITS)
-        codes = tl.reshape(codes, (2, 2, 2, 2, 8, NC, 4, VEC))
-        codes = tl.permute(codes, (0, 1, 3, 4, 6, 2, 5, 7))  # n m m g t r c j
+    x = tl.permute(tl.reshape(x, (2, 2, 4, NC, 8, 4, VEC)), (1, 2, 0, 4, 3, 5, 6))
+    x = tl.reshape(x, (BLOCK, P))  # n m r g first, c t j last
+    scale, zero, inverse = _grid(tl.min(x, 0), tl.max(x, 0), BITS)
+    k = tl.arange(0, P)
+    own = k // (4 * VEC) * VEC + k % VEC
+    channels = k // VEC % 4 * (C // 4) + own
+    to = params + at * (2 * C) + channels
+    tl.store(to, _gained(scale, own // 2, BITS), mask=own < C // 4)
+    tl.store(to + C, zero, mask=own < C // 4)
+    codes = _codes(x, zero[None, :], inverse[None, :], BITS)
+    codes = tl.permute(tl.reshape(codes, (2, 4, 2, 8, NC, 4, VEC)), (0, 1, 3, 5, 2, 4, 6))
     codes = tl.reshape(codes, (2, 4, 8, 4, 2, P * BITS // 64, 8 // BITS, 2))  # n m g t r o i h
     if C < P:
         codes = tl.permute(codes, (0, 5, 1, 2, 3, 7, 4, 6))

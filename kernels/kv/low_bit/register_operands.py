@@ -124,8 +124,7 @@ def prefetch(address, nbytes):
 @triton.jit
 def prefetch_tiles(
     k_words, k_params, v_words, v_params, table, slot, table_width, head, first, end,
-    G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr,
-    PAGED: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Ask the L2 for tiles first..end-1, at most 8: lane 8n + i asks for part n of tile i."""
     lane = tl.arange(0, 32)
@@ -133,13 +132,10 @@ def prefetch_tiles(
     tile = first + lane % 8
     live = tile < end
     block = tile // 2
-    if PAGED:
-        page = tl.load(table + slot * table_width + block, mask=live, other=0).to(tl.int64)
-    else:
-        page = slot * table_width + block
+    page = tl.load(table + slot * table_width + block, mask=live, other=0).to(tl.int64)
     at = page * G + head
     TILE_BYTES: tl.constexpr = 8 * D * BITS
-    K_BYTES: tl.constexpr = 512 if KEY_GROUP == 0 else 512 // KEY_GROUP * D
+    K_BYTES: tl.constexpr = 4 * D
     word_at = (2 * at + tile % 2) * TILE_BYTES
     k_from = tl.where(
         kind == 0, k_words.to(tl.int64) + word_at, k_params.to(tl.int64) + at * K_BYTES
@@ -177,7 +173,7 @@ def fold_keys(
     KW0: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Queries times a group's key scales [D, R]; the scores of its zeros [16, R] to start from.
+    """Queries times a block's key scales [D, R]; the scores of its zeros [16, R] to start from.
 
     Of float32 queries both halves (float32_products.py), `q_plain`'s too, which are 0 of others.
     """

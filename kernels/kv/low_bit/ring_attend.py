@@ -2,7 +2,7 @@
 
 Cost per output: 4 D bytes of keys and values a token and key-value head, of tokens that are there.
 
-B: requests.  Q: new tokens.  H: query heads.  G: key-value heads.  D: head_dim.  R: columns.
+H: query heads.  G: key-value heads.  D: head_dim.  R: columns.
 """
 
 # Triton functions are typed by tl.constexpr alone.
@@ -47,7 +47,7 @@ def column_positions(col, start, end, GROUP_HEADS: tl.constexpr):
 def attend_ring(
     q_ptr, k_ring, v_ring, slopes, since, steps, start, end, ring_at, b, head, first_col,
     score_scale, cap, window,
-    H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """16-bit keys, 32 tokens a step, operands through Triton's own layouts: output [P, R], lse [R].
@@ -62,13 +62,13 @@ def attend_ring(
     q_pos = column_positions(cols, start, end, C)
     q_line = packed_line(q_pos)
     d = tl.arange(0, P)
-    q_at = ((b * Q + cols // C) * H + head * C + cols % C) * D
-    asked = (cols < C * Q)[None, :] if P == D else (cols < C * Q)[None, :] & (d < D)[:, None]
+    q_at = (b * H + head * C + cols) * D
+    asked = (cols < C)[None, :] if P == D else (cols < C)[None, :] & (d < D)[:, None]
     q = tl.load(q_ptr + q_at[None, :] + d[:, None], mask=asked, other=0.0)
     if not FLOAT32:
         q = q.to(tl.float16)
     if ALIBI:
-        slope = tl.load(slopes + head * C + cols % C, mask=cols < C * Q, other=0.0) * LOG2_E
+        slope = tl.load(slopes + head * C + cols, mask=cols < C, other=0.0) * LOG2_E
     m_i = tl.full([R], LOWEST, tl.float32)
     l_i = tl.zeros([R], tl.float32)
     acc = tl.zeros([P, R], tl.float32)

@@ -106,7 +106,7 @@ def attend(
             m_i, l_p, z_p, accs = _take_newest(
                 q_ptr, at, used, k_ring + ring, v_ring + ring, new + place * stride,
                 t0 + tl.arange(0, 64), start, end, stride, position, line,
-                (m_i, l_p, z_p, accs), score_unit, D, C, R, KW, True,
+                (m_i, l_p, z_p, accs), score_unit, D, C, R,
             )  # fmt: skip
         l_i, z_i = tl.sum(l_p, 1), tl.sum(z_p, 1)
         norm = 1.0 / tl.maximum(l_i, 1e-30)

@@ -74,13 +74,10 @@ def _keep_behind(
 def _pack(
     k_new, v_new, k_ring, v_ring, k_words, k_params, v_words, v_params, k_behind, v_behind, at,
     block, start, stride,
-    D: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr, BEHIND: tl.constexpr,
-    READ_NEW: tl.constexpr,
+    D: tl.constexpr, BITS: tl.constexpr, BEHIND: tl.constexpr, READ_NEW: tl.constexpr,
 ):  # fmt: skip
     """Pack a block of one head into page-and-head `at`."""
-    pack_keys(
-        k_new, k_ring, k_words, k_params, at, block, start, stride, D, BITS, KEY_GROUP, READ_NEW
-    )
+    pack_keys(k_new, k_ring, k_words, k_params, at, block, start, stride, D, BITS, READ_NEW)
     pack_values(v_new, v_ring, v_words, v_params, at, block, start, stride, D, BITS, READ_NEW)
     if BEHIND > 0:
         _keep_behind(k_new, k_ring, k_behind, at, block, start, stride, D, BEHIND, READ_NEW)
@@ -92,7 +89,7 @@ def append_packed(
     q_ptr, q_out, inv_freq, k_ptr, v_ptr, k_ring, v_ring, k_words, k_params, v_words, v_params,
     k_behind, v_behind, rows, table, factor, num_rows, columns, q_stride, kv_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr,
-    KEY_GROUP: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr, CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr, ROTARY: tl.constexpr, CHUNKS: tl.constexpr,
     BEHIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of a row of one token, or (from program `num_rows` on) of a block to pack."""
@@ -133,7 +130,7 @@ def append_packed(
                     _pack(
                         k_ptr, v_ptr, k_ring + ring, v_ring + ring, k_words, k_params, v_words,
                         v_params, k_behind, v_behind, at, done - 1, start, kv_stride,
-                        D, BITS, KEY_GROUP, BEHIND, False,
+                        D, BITS, BEHIND, False,
                     )  # fmt: skip
                     if BEHIND > 0:  # the last of those behind it is the new one
                         last = (at * BEHIND + BEHIND - 1) * D + d
@@ -164,7 +161,7 @@ def append_packed(
             _pack(
                 k_ptr + new, v_ptr + new, k_ring + ring, v_ring + ring, k_words, k_params, v_words,
                 v_params, k_behind, v_behind, at, block, start, kv_stride,
-                D, BITS, KEY_GROUP, BEHIND, True,
+                D, BITS, BEHIND, True,
             )  # fmt: skip
 
 

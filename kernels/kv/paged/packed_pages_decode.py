@@ -77,9 +77,8 @@ def _packed_part(
     m_i, l_g, z_g, acc = _tiles(
         begin, stop, tl.full([R], LOWEST, tl.float32), tl.zeros([8, R], tl.float32),
         tl.zeros([8, R], tl.float32), tl.zeros([P, R], tl.float32), k_words, k_params, v_words,
-        v_params, table, slot, columns, head, q_plain, q_thread, 0, 0, q_pos, q_pos, slope, unit,
-        cap, window, G, 1, P, BITS, 128, R, True, ALIBI, CAPPED, WINDOWED, TILES, STAGES, KW, KW0,
-        EMULATE, C,
+        v_params, table, slot, columns, head, q_plain, q_thread, q_pos, slope, unit, cap, window,
+        G, P, BITS, R, ALIBI, CAPPED, WINDOWED, TILES, STAGES, KW, KW0, EMULATE, C,
     )  # fmt: skip
     l_i = tl.sum(l_g, 0)
     norm = 1.0 / tl.maximum(l_i, 1e-30)
@@ -136,7 +135,7 @@ def decode_packed(
                 prefetch_tiles(
                     k_words, k_params, v_words, v_params, table, slot, columns, head,
                     begin * TILES, tl.minimum(begin * TILES + AHEAD, stop * TILES),
-                    G, (D + 31) // 32 * 32, BITS, 128, True,
+                    G, (D + 31) // 32 * 32, BITS,
                 )  # fmt: skip
             if (AHEAD > 0) & (ring_row <= ring_last):
                 ring_at = (ring_slot * G + head) * (RING * D)
@@ -182,7 +181,7 @@ def decode_packed(
                     q_ptr, k_ring, v_ring, slopes, packed_line(position) + begin * RING_STEP,
                     stop - begin, position, position + 1, (slot * G + head) * (RING * D), place,
                     head, first_col, score_scale, cap, reach_of(position, window, CHUNKED),
-                    H, G, 1, D, R, ALIBI, CAPPED, WINDOWED,
+                    H, G, D, R, ALIBI, CAPPED, WINDOWED,
                 )  # fmt: skip
                 to = (part.to(tl.int64) * (G * CHUNKS) + head_part) * R
                 tl.store(lse_ptr + to + c, lse, mask=used)

@@ -24,7 +24,7 @@ from llmpq.kernels.kv.paged.paged_plan import Scores
 from llmpq.kernels.kv.paged.paged_rows import summed_rows
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.precision import KVPrecision
-from llmpq.sizes.kv_format import BLOCK_TOKENS, TAIL_TOKENS, packed_end
+from llmpq.sizes.kv_format import TAIL_TOKENS, packed_end
 
 RING_STEP = 32
 """Tokens of a step over the ring (attend.py)."""
@@ -259,7 +259,7 @@ class PackedPlan:
         self, rows: int, *, rotary: bool, chunks: bool, behind: bool, pdl: bool
     ) -> dict[str, int | bool]:
         """Return the constants of `append_packed` for steps of so many rows."""
-        options = self._options(rows, pdl=pdl) | {"BITS": self.bits, "KEY_GROUP": BLOCK_TOKENS}
+        options = self._options(rows, pdl=pdl) | {"BITS": self.bits}
         own = {"ROTARY": rotary, "CHUNKS": chunks, "BEHIND": TAIL_TOKENS if behind else 0}
         return options | own | {"num_warps": 8}
 

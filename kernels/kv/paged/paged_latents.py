@@ -263,7 +263,7 @@ class LatentPlan:
     def splits(self, rows: int, longest: int) -> int:
         """Return the shares of a decoding row's keys; the same for all steps of so many rows."""
         programs = rows * triton.cdiv(self.heads, self.program_heads)
-        return choose_splits(programs, longest, self.tile_keys, self.sms, per_sm=1)
+        return choose_splits(programs, longest, self.tile_keys, self.sms)
 
     def options(self) -> dict[str, int]:
         """Return the constants of either kernel."""

@@ -39,10 +39,9 @@ def test_the_newest_tokens_are_never_packed_and_the_ring_holds_the_rest():
 
 @pytest.mark.parametrize("kv", LOW_BIT)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
-@pytest.mark.parametrize("key_group", [32, 64, 128, None])
-def test_allocated_bytes_are_the_planners(kv, head_dim, key_group):
-    fmt = KVFormat(precision=kv, head_dim=head_dim, key_group=key_group)
-    shape = {"kv_heads": 2, "head_dim": head_dim, "key_group": key_group}
+def test_allocated_bytes_are_the_planners(kv, head_dim):
+    fmt = KVFormat(precision=kv, head_dim=head_dim)
+    shape = {"kv_heads": 2, "head_dim": head_dim}
     for max_len in (1, 144, 145, 1000):
         want = kv_cache_bytes(kv, slots=3, max_len=max_len, dtype_bytes=2, **shape)
         layer = allocate_layer(
@@ -115,7 +114,5 @@ def test_rounding_error_is_half_a_step(bits):
 
 
 def test_bad_formats_are_refused():
-    with pytest.raises(ValueError, match="key group must be one of"):
-        KVFormat(precision=KVPrecision.KV4, head_dim=128, key_group=48)
     with pytest.raises(ValueError, match="kv16"):
         KVFormat(precision=KVPrecision.KV16, head_dim=128)

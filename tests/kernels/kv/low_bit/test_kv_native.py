@@ -59,12 +59,11 @@ def last_step(cache, history, q, **how):
 @pytest.mark.parametrize("level", ENDS)
 @pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2])
 @pytest.mark.parametrize(
-    ("heads", "groups", "dim", "key_group"),
-    [(4, 4, 64, 128), (7, 1, 128, 32), (6, 2, 112, None), (4, 2, 256, 64), (8, 1, 50, None)],
+    ("heads", "groups", "dim"), [(4, 4, 64), (7, 1, 128), (6, 2, 112), (4, 2, 256), (8, 1, 50)]
 )
-def test_rows_see_what_the_definition_says(level, kv, heads, groups, dim, key_group, monkeypatch):
+def test_rows_see_what_the_definition_says(level, kv, heads, groups, dim, monkeypatch):
     monkeypatch.setattr(library, "best_level", lambda: library.LEVELS[level])
-    fmt = KVFormat(precision=kv, head_dim=dim, key_group=key_group)
+    fmt = KVFormat(precision=kv, head_dim=dim)
     cache, history = cache_of(fmt, groups, LENGTHS, torch.float32)
     q = torch.randn(len(LENGTHS), heads, dim, generator=torch.Generator().manual_seed(1))
     if not native_attend.native_takes(fmt, cache.layers[0], q):

@@ -279,7 +279,6 @@ def test_steps_follow_each_other():
 def test_what_does_not_fit_is_refused():
     for fmt in (
         KVFormat(precision=KVPrecision.KV4, head_dim=80),  # its keys do not stand by octet
-        KVFormat(precision=KVPrecision.KV4, head_dim=64, key_group=32),
         pool_format(KVPrecision.KV4, 264),
     ):
         with pytest.raises(ValueError, match="at most 256 channels"):
