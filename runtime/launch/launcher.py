@@ -40,7 +40,8 @@ class Launcher(Protocol):
     moves_stages: bool
     """Whether a stage's process may go on as a stage of another plan."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self,
@@ -51,7 +52,7 @@ class Launcher(Protocol):
 
     def lost(self) -> Exception | None:
         """Return what to raise once Ray, which holds the stages, is gone; else None."""
-        ...
+        return None
 
     def stop(self, *, but: Collection[StageHandle] = ()) -> None:
         """Take down the stages that were started, so that others may be; `but` some of them."""

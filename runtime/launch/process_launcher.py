@@ -11,19 +11,19 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 from llmpq.child import Child, ChildProcess
 from llmpq.cluster import Cluster
 from llmpq.plan import Plan, StagePlan
-from llmpq.runtime.launch.launcher import StageHandle
+from llmpq.runtime.launch.launcher import Launcher, StageHandle
 from llmpq.runtime.launch.stages.fork_server import STAGE_PROCESS
 from llmpq.runtime.launch.stages.forked_process import ForkServer
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_wire import plan_data, read_answer, write_args
 
 
-class ProcessLauncher:
+class ProcessLauncher(Launcher):
     """One process per device of a stage; a GPU stage sees the GPU of its plan's device number."""
 
     needs_rendezvous = moves_stages = True
@@ -33,9 +33,6 @@ class ProcessLauncher:
         self._behind_server = behind_server
         self._stages: list[ProcessStage] = []
         self._forks = ForkServer()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self,
@@ -54,9 +51,6 @@ class ProcessLauncher:
         for stage in ended:
             stage.wait()
         self._stages = [stage for stage in self._stages if stage in but]
-
-    def lost(self) -> None:
-        """Return None: the stages are this process's children."""
 
     def start(
         self,

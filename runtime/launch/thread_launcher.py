@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from llmpq.child import CallFailed
 from llmpq.cluster import Cluster
 from llmpq.out_of_memory import first_line
 from llmpq.plan import Plan
-from llmpq.runtime.launch.launcher import StageHandle
+from llmpq.runtime.launch.launcher import Launcher, StageHandle
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
 from llmpq.runtime.links.thread_links import ThreadRendezvous
@@ -31,7 +31,7 @@ _LOAD_END_S = 10.0
 """The same for a load, which may be stuck: it ends with the layer under way."""
 
 
-class ThreadLauncher:
+class ThreadLauncher(Launcher):
     """All stages in this process; those on GPUs use the devices of the plan's numbers."""
 
     needs_rendezvous = moves_stages = False
@@ -39,9 +39,6 @@ class ThreadLauncher:
     def __init__(self) -> None:
         self._stages: list[ThreadStage] = []
         self._rendezvous: ThreadRendezvous | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self,
@@ -69,9 +66,6 @@ class ThreadLauncher:
         # What threads freed stays in their arenas otherwise: 30 MB a round of the demo model.
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
             trim(0)
-
-    def lost(self) -> None:
-        """Return None: the stages are threads of this process."""
 
     def start(
         self,

@@ -19,7 +19,7 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -45,6 +45,7 @@ from llmpq.runtime.models.layers import (
     FOLLOWING,
     Attention,
     DecoderLayer,
+    PlainLayers,
     SideBySide,
     go_on,
     unit_norm,
@@ -61,7 +62,7 @@ _NORMED = "normed"
 """In a step's memo: a layer's output, and that by the norm of the layer behind it."""
 
 
-class CudaLayers:
+class CudaLayers(PlainLayers):
     """The functions below as a `LayerRunner`."""
 
     def decoder_layer(
@@ -77,12 +78,6 @@ class CudaLayers:
     ) -> Tensor:
         """Return the layer's new residual stream."""
         return decoder_layer(layer, x_BQh, index, step, kv, last_only=last_only, in_place=in_place)
-
-    def all_layers(
-        self, layers: Sequence[DecoderLayer], x_BQh: Tensor, step: Step, kv: KVCache
-    ) -> Tensor | None:
-        """Return None: layers run one by one, or a graph holds them."""
-        return None
 
     def attention(
         self, part: Attention, x_BQh: Tensor, index: int, step: Step, kv: KVCache
