@@ -394,20 +394,26 @@ class CommandParser:
 
 
 def _is_like(typed: str, flag: str) -> bool:
-    """Whether a flag may be meant: a word of it is or begins so, or it is a slip or two away.
+    """Whether a flag may be meant: most of either's letters are in words of both, or it is a slip.
 
-    Two edits of a short name make another (`--cert`, `--port`): one for every three letters.
+    Two edits of a short name make another (`--prefix`, `--prefer`): one for every four letters.
     """
-    own, other = typed.strip("-"), flag.strip("-")
-    words = other.split("-")
-    for word in own.split("-"):
-        if word not in ("", "no") and (word in words or (len(word) > 2 and _begins(word, words))):
-            return True
-    return other.startswith(own) or _edits(own, other) <= min(2, len(own) // 3)
+    own, other = typed.strip("-").removeprefix("no-"), flag.strip("-")
+    words, known = own.split("-"), other.split("-")
+    slips = min(2, max(1, len(own) // 4))
+    both = _shares_most(words, known) and _shares_most(known, words)
+    return both or other.startswith(own) or _edits(own, other) <= slips
 
 
-def _begins(word: str, words: Sequence[str]) -> bool:
-    return any(other.startswith(word) for other in words)
+def _shares_most(words: Sequence[str], others: Sequence[str]) -> bool:
+    shared = [word for word in words if any(_same(word, other) for other in others)]
+    return 2 * len("".join(shared)) > len("".join(words))
+
+
+def _same(word: str, other: str) -> bool:
+    """Whether one word is the other, or three letters of its beginning and more (`len`)."""
+    short, long = sorted((word, other), key=len)
+    return word == other or (len(short) > 2 and long.startswith(short))
 
 
 def _edits(a: str, b: str) -> int:

@@ -75,7 +75,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     }
     for status, about in (
         ("4XX", "A request that is refused; OpenAI's error, Anthropic's under /v1/messages."),
-        ("5XX", "No engine (503), no such ability (501), too late (504)."),
+        ("5XX", "No engine (503), too late (504)."),
     )
 }
 
@@ -203,10 +203,6 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def forget_response(name: str) -> dict[str, Any]:
         service.responses.delete(name)
         return {"id": name, "object": "response", "deleted": True}
-
-    @app.post("/v1/embeddings", responses={501: {"description": "not made here"}})
-    async def embeddings() -> Response:
-        raise ApiError(501, "this server generates text; it makes no embeddings")
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:

@@ -340,7 +340,7 @@ class CompletionBody(SamplingBody):
     logprobs: Whole | bool | None = None
     echo: bool = False
     suffix: str | None = None
-    best_of: Whole | None = None
+    best_of: Whole | None = Field(default=None, ge=0)
 
     def prompts(self) -> list[str | Tokens]:
         """Return the prompts, one by one."""

@@ -188,15 +188,15 @@ class Chat:
         yield end + DONE
 
     async def parts(
-        self, begun: list[ResponseStream]
+        self, begun: list[ResponseStream], *, streamed: bool = True
     ) -> AsyncGenerator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield what is new of each answer, and what all took so far."""
+        """Yield what is new of each answer, and what all took so far; `streamed`: it is sent."""
         n, answered, length = self.params.n, 0, len(begun[0].prompt_token_ids)
         cached = 0
         readers = [self._reader() for _ in range(n)]
         thoughts, ids_of = [""] * n, [list[int]() for _ in range(n)]
         called, sent = [False] * n, [False] * n
-        async with aclosing(self._service.choices(begun, n)) as choices:
+        async with aclosing(self._service.choices(begun, n, streamed=streamed)) as choices:
             async for new in choices:
                 answered += len(new.token_ids)
                 ids_of[new.index] += new.token_ids

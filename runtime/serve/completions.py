@@ -15,6 +15,7 @@ from llmpq.runtime.serve.answering import DONE, event
 from llmpq.runtime.serve.bodies import CompletionBody, SamplingBody
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.service import Choice, Service, usage
+from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
@@ -84,12 +85,10 @@ class TextCompletion:
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return the answers that are sent, once all have ended, and what they took."""
         choices = await self._service.gather(begun, self._params.n)
-        best = [
-            self._choice(begun[c.index // self._best_of], c, first=True)
-            for c in self._best(choices)
-        ]
-        for index, choice in enumerate(best):
-            choice["index"] = index
+        best = []
+        for index, choice in enumerate(self._best(choices)):
+            answers = begun[choice.index // self._best_of]
+            best.append(self._choice(answers, choice, self._shown(answers)) | {"index": index})
         answered = sum(len(choice.token_ids) for choice in choices)
         cached = sum(c.num_cached_tokens for c in choices if c.index % self._params.n == 0)
         return best, usage(_prompt_tokens(begun), answered, cached)
@@ -123,8 +122,7 @@ class TextCompletion:
                 yield event({**self._head, "choices": [choice], **none})
             yield self._end(used if with_usage else None)
             return
-        seen: set[int] = set()
-        sent: dict[int, int] = {}
+        shown: dict[int, TextStream] = {}
         async with aclosing(self._service.choices(begun, n)) as choices:
             async for new in choices:
                 answered += len(new.token_ids)
@@ -132,11 +130,10 @@ class TextCompletion:
                 ids = self._body.return_token_ids and new.token_ids
                 if not (new.text or new.logprobs or new.finish_reason or ids):
                     continue
-                first = new.index not in seen
-                seen.add(new.index)
                 answers = begun[new.index // n]
-                choice = self._choice(answers, new, first=first, behind=sent.get(new.index, 0))
-                sent[new.index] = sent.get(new.index, 0) + len(choice["text"])
+                if first := new.index not in shown:
+                    shown[new.index] = self._shown(answers)
+                choice = self._choice(answers, new, shown[new.index], first=first)
                 now = {"usage": usage(_prompt_tokens(begun), answered)} if running else none
                 yield event({**self._head, "choices": [choice], **now})
         yield self._end(usage(_prompt_tokens(begun), answered, cached) if with_usage else None)
@@ -145,8 +142,14 @@ class TextCompletion:
         """Return what ends a stream, behind what the answers took if that is asked."""
         return (event({**self._head, "choices": [], "usage": used}) if used else "") + DONE
 
+    def _shown(self, answers: ResponseStream) -> TextStream:
+        """Return what reads an answer's text again, for where each token begins in it."""
+        prompt = () if self._body.echo else answers.prompt_token_ids
+        hides = self._params.skip_special_tokens
+        return TextStream(self._service.tokenizer, prompt, skip_special=hides)
+
     def _choice(
-        self, answers: ResponseStream, choice: Choice, *, first: bool, behind: int = 0
+        self, answers: ResponseStream, choice: Choice, shown: TextStream, *, first: bool = True
     ) -> dict[str, Any]:
         """Return an answer, or what is new of it, behind the prompt if that is asked."""
         text, rows = choice.text, [*zip(choice.token_ids, choice.logprobs, strict=False)]
@@ -157,7 +160,7 @@ class TextCompletion:
             asked = [*zip(answers.prompt_token_ids, scores, strict=False), *rows]
         logprobs = None
         if self._logprobs is not None:
-            logprobs = logprobs_of(self._service, asked, self._logprobs, behind)
+            logprobs = logprobs_of(self._service, asked, self._logprobs, shown)
         ids: dict[str, Any] = {}
         if self._body.return_token_ids:
             prompt = [*answers.prompt_token_ids] if first else None
@@ -208,9 +211,9 @@ def logprobs_of(
     service: Service,
     rows: Sequence[tuple[int, Mapping[int, Logprob] | None]],
     most: int,
-    behind: int = 0,
+    text: TextStream,
 ) -> dict[str, Any]:
-    """Return logprobs in the older form; `behind` is where the first token's text begins."""
+    """Return logprobs in the older form; `text` has read the tokens before these."""
     logprobs: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
@@ -219,10 +222,9 @@ def logprobs_of(
     }
     tokenizer = service.tokenizer
     for token, scores in rows:
-        shown = token_name(tokenizer, token)
-        logprobs["tokens"].append(shown)
-        logprobs["text_offset"].append(behind)
-        behind += len(shown)
+        logprobs["tokens"].append(token_name(tokenizer, token))
+        logprobs["text_offset"].append(text.num_sent)
+        text.push([token])
         if scores is None:
             logprobs["token_logprobs"].append(None)
             logprobs["top_logprobs"].append(None)

@@ -30,7 +30,6 @@ _KINDS = {
     415: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
-    501: "not_implemented_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -141,8 +140,15 @@ def _no_path(request: Request) -> ApiError:
     short = "/" + re.sub("^(/*v1(?=/))+", "", path).strip("/")  # a base URL's /v1 twice, or not
     near = get_close_matches(f"/v1{short}", known, n=1, cutoff=0.9)
     found = next((one for one in (f"/v1{short}", short, *near) if one in known), "/")
-    meant = f"; did you mean {found}?" if found != "/" else ""
-    return ApiError(404, f"nothing answers {path!r:.100}{meant}", code="unknown_url")
+    meant = f"did you mean {found}?" if found != "/" else _ANSWERS
+    return ApiError(404, f"nothing answers {path!r:.100}; {meant}", code="unknown_url")
+
+
+_ANSWERS = (
+    "this server generates text at /v1/chat/completions, /v1/completions, /v1/responses and "
+    "/v1/messages"
+)
+"""What is said of Ollama's paths, llama.cpp's, and of abilities that this server has not."""
 
 
 def _no_method(request: Request) -> ApiError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Literal
 
@@ -165,7 +165,9 @@ def _chat_of(body: ResponsesBody, messages: list[Data]) -> ChatBody:
         found = as_api_error(error)
         if not (found.param or "").startswith("messages."):
             raise
-        text = found.message.replace(f"'{found.param}': ", "'input': ", 1)
+        _, _, field = (found.param or "").rpartition(".")
+        said = "'input': " if field.isdigit() else f"'input': {field}: "
+        text = found.message.replace(f"'{found.param}': ", said, 1)
         raise ApiError(400, text, param="input") from None
 
 
@@ -203,20 +205,11 @@ class Responses:
 
     async def whole(self) -> Data:
         """Return the answer."""
-        with _said_of_input():
-            answer = await self._chat.whole()
-        choice = answer["choices"][0]
-        message, output = choice["message"], []
-        calls = message.get("tool_calls", ())
-        status = _status(choice["finish_reason"])
-        if thought := message.get("reasoning_content"):
-            output.append(_thought(_new("rs"), thought, "completed"))
-        if message["content"] or (not calls and message["content"] is not None):
-            logprobs = (choice["logprobs"] or {}).get("content", [])
-            output.append(_message(_new("msg"), message["content"], logprobs, status))
-        for call in calls:
-            output.append(_call(_new("fc"), call["id"], call["function"], "completed"))
-        return self._ended(output, choice["finish_reason"], answer["usage"])
+        response: Data = {}
+        async with aclosing(self._read(await self.begin(), streamed=False)) as events:
+            async for _, data in events:
+                response = data.get("response", response)
+        return response
 
     async def events(self, begun: list[ResponseStream]) -> AsyncIterator[str]:
         """Yield the answer as it comes, in numbered events."""
@@ -230,17 +223,25 @@ class Responses:
         empty = self._response([], None, None)
         yield numbered("response.created", {"response": empty})
         yield numbered("response.in_progress", {"response": empty})
+        async with aclosing(self._read(begun, streamed=True)) as events:
+            async for name, data in events:
+                yield numbered(name, data)
+
+    async def _read(
+        self, begun: list[ResponseStream], *, streamed: bool
+    ) -> AsyncGenerator[tuple[str, Data]]:
+        """Yield the events of an answer as it comes; the last one has all of it."""
         reason, used = "stop", None
         output = _Output(with_logprobs=self._body.wants_logprobs)
-        async with aclosing(self._chat.parts(begun)) as parts:
+        async with aclosing(self._chat.parts(begun, streamed=streamed)) as parts:
             async for choice, now in parts:
                 used, reason = now, choice["finish_reason"] or reason
-                for name, data in output.take(choice):
-                    yield numbered(name, data)
-        for name, data in output.end(_status(reason)):
-            yield numbered(name, data)
+                for one in output.take(choice):
+                    yield one
+        for one in output.end(_status(reason)):
+            yield one
         response = self._ended(output.items, reason, used)
-        yield numbered(f"response.{response['status']}", {"response": response})
+        yield f"response.{response['status']}", {"response": response}
 
     def _ended(self, output: list[Data], reason: str, used: Mapping[str, Any] | None) -> Data:
         """Return the response at its end; it is stored if it is to be."""
@@ -300,16 +301,18 @@ class _Output:
         self.items: list[Data] = []
         self._open = False
         self._with_logprobs = with_logprobs
+        self._scores: list[Data] = []
+        """Of tokens that showed no text yet; a message that comes has them, a call has no room."""
 
     def take(self, choice: Mapping[str, Any]) -> Iterator[tuple[str, Data]]:
         """Yield the events of a chat's delta."""
         delta = choice["delta"]
-        scores = (choice["logprobs"] or {}).get("content", [])
+        self._scores += (choice["logprobs"] or {}).get("content", [])
         if delta.get("reasoning_content"):
             yield from self._think(delta["reasoning_content"])
-            return  # logprobs of thoughts have nowhere to be
-        if delta.get("content") or scores:
-            yield from self._write(delta.get("content") or "", scores)
+            self._scores = []  # logprobs of thoughts have nowhere to be
+        elif delta.get("content") or (self._scores and self._is_open("message")):
+            yield from self._write(delta.get("content") or "")
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 function = {"name": call["function"]["name"], "arguments": ""}
@@ -322,11 +325,14 @@ class _Output:
     def end(self, status: str) -> Iterator[tuple[str, Data]]:
         """Yield how the last item ends; an answer of nothing is a message of nothing."""
         if not self.items and status == "completed":
-            yield from self._write("", [])
+            yield from self._write("")
         yield from self._close(status)
 
+    def _is_open(self, kind: str) -> bool:
+        return self._open and self.items[-1]["type"] == kind
+
     def _think(self, text: str) -> Iterator[tuple[str, Data]]:
-        if not self._open or self.items[-1]["type"] != "reasoning":
+        if not self._is_open("reasoning"):
             yield from self._begin(_thought(_new("rs"), "", "in_progress"))
             part = {"type": "reasoning_text", "text": ""}
             place = {**self._where(), "content_index": 0, "part": part}
@@ -335,8 +341,9 @@ class _Output:
         shown = {**self._where(), "content_index": 0, "delta": text}
         yield "response.reasoning_text.delta", shown
 
-    def _write(self, text: str, scores: Sequence[Data]) -> Iterator[tuple[str, Data]]:
-        if not self._open or self.items[-1]["type"] != "message":
+    def _write(self, text: str) -> Iterator[tuple[str, Data]]:
+        scores, self._scores = self._scores, []
+        if not self._is_open("message"):
             yield from self._begin(_message(_new("msg"), "", [], "in_progress"))
             place = {**self._where(), "content_index": 0, "part": _part("", [])}
             yield "response.content_part.added", place

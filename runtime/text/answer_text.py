@@ -68,7 +68,7 @@ class TextStream:
         self._tokens: list[int] = []
         """Those whose text is not settled."""
         self._settled = ""
-        self._num_sent = 0
+        self.num_sent = 0
         """Characters handed out."""
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -117,7 +117,7 @@ class TextStream:
         return self._settled + self._decode(shown)
 
     def _hand_out(self, text: str) -> str:
-        new, self._num_sent = text[self._num_sent :], max(self._num_sent, len(text))
+        new, self.num_sent = text[self.num_sent :], max(self.num_sent, len(text))
         return new
 
     def _settle(self, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ForcedReader:
-    """Reads one answer, piece by piece or whole; one that the token limit cuts is no call."""
+    """Reads one answer, piece by piece or whole; one that a limit or a stop text cuts is no call."""
 
     def __init__(self, parts: Parts, name: str, thoughts: Reader | None = None) -> None:
         """`name`: of the tool whose arguments the answer is; empty: the answer names it, too.
@@ -47,7 +48,14 @@ class ForcedReader:
             text = "".join(delta.get("content", "") for delta in deltas)
         self._held += text
         if ended and not cut and self._held:
-            named = [Call(self._name, self._held)] if self._name else calls_in_json(self._held)
-            if not self._parts.calls(named):
-                self._parts.content(self._held)
+            self._parts.calls(self._called())
         return self._parts.take(ended=ended)
+
+    def _called(self) -> list[Call]:
+        if not self._name:
+            return calls_in_json(self._held)
+        try:
+            json.loads(self._held)
+        except ValueError:
+            return []
+        return [Call(self._name, self._held)]

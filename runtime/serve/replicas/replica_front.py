@@ -186,10 +186,10 @@ class ReplicaFront:
         return sum(replica.ready and not replica.silent for replica in self.replicas)
 
     def check_ready(self) -> None:
-        """Refuse where one of the replicas does not answer, or the server is about to end."""
+        """Refuse until all replicas were ready, where none is, and before the server's end."""
         self._check_open()
         ready, whole = self._num_ready, len(self.replicas)
-        if ready < whole:
+        if ready < (1 if self._was_ready else whole):
             raise ApiError(503, f"{ready} of {whole} replicas are ready")
 
     def _check_open(self) -> None:

@@ -108,6 +108,9 @@ def test_wrong_words_are_value_errors_that_name_the_flag(words: str, named: str)
         ("--my-te", None),
         ("--pal", None),
         ("--odel-line", None),
+        ("--models-dir", "--model"),
+        ("--system-model", None),
+        ("--no-models", "--model"),
     ],
 )
 def test_an_unknown_flag_gets_a_guess_only_at_what_is_like_it(

@@ -215,6 +215,32 @@ def test_tokens_are_told_with_their_logprobs(client):
     assert client.responses.create(model="demo-7m", input="a", max_output_tokens=1).output
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("limit", [1, 3, 64])
+@pytest.mark.parametrize(
+    "text", [CALL, f"hm{CALL}", f"<think>so</think>{CALL}", "<think>so</think>x"]
+)
+def test_logprobs_beside_thoughts_and_calls_are_those_of_a_text_alone(client, choice, limit, text):
+    ask = {"top_logprobs": 1, "max_output_tokens": limit, "tool_choice": choice, "temperature": 0}
+    ask = says(text, **ask) if choice == "auto" else says(text, **ask) | {"extra_body": {}}
+    whole = client.responses.create(**ask)
+    last = [*client.responses.create(**ask, stream=True)][-1].response
+
+    def kinds(response):
+        return [
+            (
+                item.type,
+                item.status,
+                *(part.to_dict() for part in getattr(item, "content", None) or ()),
+            )
+            for item in response.output
+        ]
+
+    assert kinds(last) == kinds(whole) and last.usage == whole.usage
+    texts = [item.content[0].text for item in whole.output if item.type == "message"]
+    assert texts in ([], ["hm"], ["x"]) or text.startswith(texts[0])
+
+
 def test_a_store_holds_no_more_than_its_bytes(monkeypatch):
     from llmpq.runtime.serve.errors import ApiError
     from llmpq.runtime.serve.response_store import ResponseStore

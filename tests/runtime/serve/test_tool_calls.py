@@ -136,6 +136,18 @@ def test_what_cannot_be_followed_is_refused_by_the_fields_name(hermes, change, f
         assert re.search(said, error["message"])
 
 
+@pytest.mark.parametrize("choice", ["required", tool("list")])
+def test_a_forced_call_that_a_stop_text_cuts_is_none(hermes, choice):
+    body = chat(tools=[tool("list", LIST)], tool_choice=choice, stop=[":"])
+    for stream in (False, True):
+        status, text = post(hermes, CHATS, body | {"stream": stream})
+        assert status == 200 and "tool_calls" not in text, text
+        ends = streamed(text)[-1]["choices"] if stream else json.loads(text)["choices"]
+        assert ends[0]["finish_reason"] == "stop" and ends[0]["stop_reason"] == ":"
+    kept = json.loads(post(hermes, CHATS, body | {"include_stop_str_in_output": True})[1])
+    assert "tool_calls" not in kept["choices"][0]["message"]
+
+
 @pytest.mark.parametrize("kind", ["named", "required"])
 def test_a_forced_call_that_the_limit_cuts_is_none(hermes, kind):
     choice = tool("list") if kind == "named" else "required"

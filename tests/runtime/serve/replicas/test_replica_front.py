@@ -141,6 +141,33 @@ def test_a_replica_is_ready_once_it_says_so_and_not_where_it_is_dead():
     assert [one.silent for one in (dead, other)] == [True, False]
 
 
+def test_the_server_is_ready_from_when_all_are_until_none_is():
+    front = front_of(Replica(), Replica())
+
+    def ready(*states: bool) -> bool:
+        for one, state in zip(front.replicas, states, strict=True):
+            one.ready = state
+        try:
+            front.check_ready()
+        except ApiError as refused:
+            assert refused.status == 503 and f"{sum(states)} of 2" in refused.message
+            return False
+        return True
+
+    async def watched() -> None:
+        begun = asyncio.Event()
+        for one in front.replicas:
+            await one.look()
+        assert [ready(True, False), ready(False, True)] == [False, False], "one has not loaded"
+        watch = asyncio.ensure_future(front.watch(begun.set, lambda *_: None))
+        await begun.wait()
+        watch.cancel()
+        assert [ready(True, True), ready(False, True), ready(True, False)] == [True] * 3
+        assert not ready(False, False)
+
+    asyncio.run(watched())
+
+
 def test_the_log_says_why_a_replica_that_answered_is_lost(caplog):
     caplog.set_level("INFO", "llmpq.serve")
     replica = Replica([], [STREAM, part(b"data: a\n\n", True)])

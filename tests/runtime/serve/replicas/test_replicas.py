@@ -48,10 +48,18 @@ class Started:
             return 0
 
     def wait_until_ready(self) -> None:
+        """Wait for all replicas: `/ready` is 200 as soon as one is there again."""
         end_s = time.monotonic() + READY_S
-        while self.status("/ready") != 200:
+        while self.status("/ready") != 200 or self.state()["status"] != "ready":
             assert time.monotonic() < end_s and self.process.poll() is None
             time.sleep(0.1)
+
+    def state(self) -> dict:
+        """What the page draws."""
+        asked = urllib.request.Request(
+            f"{self.url}/page/state", headers={"Authorization": f"Bearer {KEY}"}
+        )
+        return json.load(urllib.request.urlopen(asked, timeout=10))
 
     def family(self) -> list[psutil.Process]:
         found = psutil.Process(self.process.pid).children(recursive=True)
@@ -189,10 +197,7 @@ def test_refusals_and_state_are_those_of_one_server(started, client):
     assert [started.status(path) for path in ("/health", "/version", "/", "/nowhere")] == [
         200, 200, 200, 401,
     ]  # fmt: skip
-    asked = urllib.request.Request(
-        f"{started.url}/page/state", headers={"Authorization": f"Bearer {KEY}"}
-    )
-    state = json.load(urllib.request.urlopen(asked, timeout=10))
+    state = started.state()
     assert state["status"] == "ready" and len(state["stages"]) == len(state["plan"]["stages"]) == 4
 
 
