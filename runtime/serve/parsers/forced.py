@@ -27,7 +27,7 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ForcedReader:
-    """Reads one answer, piece by piece or whole; one that a limit or a stop text cuts is no call."""
+    """Reads one answer, piece by piece or whole; what a limit or a stop text cuts is no call."""
 
     def __init__(self, parts: Parts, name: str, thoughts: Reader | None = None) -> None:
         """`name`: of the tool whose arguments the answer is; empty: the answer names it, too.
