@@ -7,6 +7,7 @@ A plain `ValueError` is the user's input (exit code 2).
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
@@ -107,11 +108,17 @@ def nearest(name: str, options: Iterable[str], most: int = 1) -> str:
 
 def _most_alike(name: str, options: list[str]) -> list[str]:
     """Return the options like a name, the closest first: those that share the most words, two at
-    least (`qwen3-30b-a3b` of `qwen3-coder-30b`), or by their letters."""
+    least (`qwen3-30b-a3b` of `qwen3-coder-30b`), that begin with it, that are the number in it
+    (`4` of `q4_k_m`), or by their letters."""
     words = {option: len(_words(name) & _words(option)) for option in options}
-    most = max(words.values(), default=0)
+    most, begun = max(words.values(), default=0), [one for one in options if one.startswith(name)]
+    number = re.search(r"\d+", name)
     if most >= 2:
         options = [option for option in options if words[option] == most]
+    elif begun and name:
+        options, most = begun, 2
+    elif number is not None and number[0] in options:
+        return [number[0]]
     like = difflib.get_close_matches(name, options, n=3, cutoff=0.2 if most >= 2 else 0.5)
     return sorted(like, key=lambda one: not name.startswith(one))
 

@@ -20,7 +20,7 @@ from llmpq.file_form import FileForm, read_json
 from llmpq.memory import CpuActivations, Quantization, StoredBytes, default_head_bits
 from llmpq.model_spec import ModelSpec
 from llmpq.plan_inputs import PlanInputs
-from llmpq.precision import Precision
+from llmpq.precision import Precision, bits_of
 from llmpq.service_measures import Quantiles, ServiceLimits, ServiceMeasures
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import PoolSize, held_specs, planned_pool
@@ -560,6 +560,17 @@ class Plan(FileForm):
         from llmpq.pictures.plan_page import plan_page
 
         return Picture(plan_page(self))
+
+    def __repr_args__(self) -> Iterator[tuple[str, object]]:
+        """Yield what `repr` and `print` show: who holds what, and the rate; `dump_json` has all."""
+        work = self.workload
+        yield "model", self.model.name
+        yield "requests", f"{work.batch} of {work.prompt_len} + {work.gen_len} tokens"
+        for stage in self.stages:
+            first, end = stage.layers
+            yield stage.device, f"layers {first}-{end - 1}, {bits_of(stage.precisions)}"
+        if self.predicted is not None:
+            yield "tokens_per_s", round(self.predicted.output_tokens_per_s, 1)
 
     def _repr_html_(self) -> str:
         """Return the plan's cards as SVG, for notebooks."""

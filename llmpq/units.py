@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated
 
@@ -82,6 +83,14 @@ def shown(number: float, digits: int = 3) -> str:
     if whole:
         return f"{number:,.{max(0, digits - whole)}f}"
     return f"{number:.{digits}g}"
+
+
+def shown_loss(loss: float) -> str:
+    """Return a quality loss in four digits, rounded up: as a `--quality-budget` it is kept."""
+    if loss <= 0:
+        return "0"
+    step = 10.0 ** (math.floor(math.log10(loss)) - 3)
+    return f"{math.ceil(loss / step * (1 - 1e-10)) * step:.4g}"
 
 
 def _written(num_bytes: int) -> int | str:

@@ -331,7 +331,11 @@ class _Ways:
         return sorted(below, key=lambda c: -c.weight_bits)
 
     def _fewer_kv(self) -> list[KVPrecision]:
+        """Return what may take less: fewer bits; 16, too, of windows and latents."""
         below = [kv for kv in KVPrecision if kv.bits < self.kv.bits] if self.packs_kv else []
+        spec, whole = self.p.spec, KVPrecision.KV16
+        if self.kv is not whole and (spec.widest_window or spec.latent is not None):
+            below.append(whole)
         return sorted(below, key=lambda kv: -kv.bits)
 
     def _bits(self) -> str:

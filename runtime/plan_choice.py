@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmpq.checkpoints.gguf_file import is_model
-from llmpq.checkpoints.hub import at_revision, local_model
+from llmpq.checkpoints.hub import absolute, at_revision, local_model
 from llmpq.checkpoints.quantization_config import quantization_of
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.checkpoints.stored_head import has_mtp_head
@@ -66,7 +66,13 @@ def choose_plan(
         if given.model.path is None:
             raise ValueError("the plan names no model directory; give it with model='DIR'")
         model = given.model.path
-    directory, spec = read_model(model, options)
+    try:
+        directory, spec = read_model(model, options)
+    except ValueError as error:
+        if given is None or str(model) != given.model.path:
+            raise
+        missing = f"the plan names it so, and there is no '{absolute(model)}'"
+        raise ValueError(f"{error}; {missing}") from None
     if given is None:
         known = devices_of(options)
         options = replace(options, cluster=known)

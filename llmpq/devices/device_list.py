@@ -200,8 +200,8 @@ def _parts(item: str) -> tuple[str, int, str]:
     found = None
     for pattern in _COUNTED:
         match = pattern.fullmatch(item)
-        if match is None:
-            continue
+        if match is None or (match.start("count") == 0 and known_kind(match["count"]) is not None):
+            continue  # in `4090 3090` the first is a card, too
         name, _, described = match["name"].partition("=")
         if described or known_kind(name.strip()) is not None:
             found = likely = match
@@ -246,8 +246,17 @@ def _group(item: str, where: str) -> tuple[dict[str, Any], list[str]]:
         raise ValueError(f"{where} {item}: {which_memory(kind)}, such as {example}")
     group: dict[str, Any] = {"kind": kind, "count": count}
     if facts.memory is not None:
-        return {**group, "memory": facts.memory}, []
+        return _with_memory(group, name, facts.memory)
     return group, which_version(name, kind) + _count_or_memory(item, name, count)
+
+
+def _with_memory(group: dict[str, Any], name: str, memory: int) -> tuple[dict[str, Any], list[str]]:
+    """Return cards with the memory that the text states: of a name's versions the one sold so."""
+    kind = known_kind(f"{name} {memory / 1e9:g}GB")
+    group |= {"kind": kind or group["kind"], "memory": memory}
+    if kind or not siblings(group["kind"]):
+        return group, []
+    return group, [f"{name} with {format_size(memory)} is the {group['kind']} with other memory"]
 
 
 def _count_or_memory(item: str, name: str, count: int) -> list[str]:

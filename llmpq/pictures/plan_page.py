@@ -32,7 +32,7 @@ from llmpq.pictures.plan_cards import (
 from llmpq.pictures.predicted_steps import predicted_steps
 from llmpq.pictures.stage_links import link_loads
 from llmpq.precision import bits_of
-from llmpq.units import format_size
+from llmpq.units import format_size, shown_loss
 
 if TYPE_CHECKING:
     from llmpq.plan import Plan, StagePlan
@@ -105,7 +105,7 @@ def topology_page(topology: Topology, said: Sequence[str] = ()) -> str:
                 "engines": str(len(topology.engines)),
                 "tokens/s": f"{predicted.output_tokens_per_s:.1f}",
                 "whole job": f"{predicted.total_s:.3f} s",
-                "quality loss": f"{predicted.sum_omega:.4g}",
+                "quality loss": shown_loss(predicted.sum_omega),
             }
         )
     )
@@ -144,7 +144,7 @@ def headline_numbers(plan: Plan) -> str:
         f"tokens/s, {how}": f"{predicted.output_tokens_per_s:.1f}",
         "first token of all": f"{predicted.prefill_s:.3f} s",
         "whole job": f"{predicted.total_s:.3f} s",
-        "quality loss": f"{predicted.sum_omega:.4g}",
+        "quality loss": shown_loss(predicted.sum_omega),
         "known to be": plan.solver.status,
     }
     if plan.solver.gap is not None and plan.solver.status != "optimal":
@@ -175,9 +175,9 @@ def plain_words(plan: Plan) -> list[str]:
         scale = (
             "0 is none"
             if predicted.all_4bit_omega is None
-            else f"0 is none, {predicted.all_4bit_omega:.4g} is every layer at 4 bits"
+            else f"0 is none, {shown_loss(predicted.all_4bit_omega)} is every layer at 4 bits"
         )
-        said.append(f"The predicted quality loss is {predicted.sum_omega:.4g} ({scale}).")
+        said.append(f"The predicted quality loss is {shown_loss(predicted.sum_omega)} ({scale}).")
         slow = next(s for s in plan.stages if s.device == predicted.bottleneck)
         said.append(
             f"{slow.device} is the bottleneck: {times_text(slow)}. The other devices wait for it."
@@ -359,7 +359,7 @@ def _front(page: HtmlPage, beside: Beside) -> list[str]:
             str(point["plan"]),
             f"{point['total_s']:.3f} s",
             f"{point['tokens_per_s']:.1f}",
-            f"{point['sum_omega']:.4g}",
+            shown_loss(point["sum_omega"]),
             str(point["bits"]),
             str(point["stages"]),
             str(point["chosen"]),
@@ -402,7 +402,7 @@ def _methods(page: HtmlPage, beside: Beside) -> list[str]:
         [
             row["method"],
             row.get("bits") or row.get("why_not", ""),
-            f"{row['omega']:.4g}" if "omega" in row else "-",
+            shown_loss(row["omega"]) if "omega" in row else "-",
             f"{row['time_s']:.3f} s" if "time_s" in row else "-",
             f"{row['tokens_per_s']:.1f}" if "tokens_per_s" in row else "-",
             "-" if row.get("exact_s") is None else f"{row['exact_s']:.3f} s",

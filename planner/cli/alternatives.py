@@ -21,7 +21,7 @@ from llmpq.planner.answer import Answer, solved
 from llmpq.planner.evaluate.objective import PhaseTimes, sum_omega
 from llmpq.planner.evaluate.simulator import reported_time
 from llmpq.planner.solving.methods import SolveOptions
-from llmpq.units import shown
+from llmpq.units import shown, shown_loss
 from llmpq.workload import Workload
 
 GAP = 0.01
@@ -81,7 +81,7 @@ def _line(best: Answer, options: SolveOptions, b: int, own: Rated) -> tuple[str,
     )
     return (
         f"{everywhere}: {rated.speed.beside(own.speed)}, "
-        f"quality loss {rated.omega:.4g} instead of {own.omega:.4g}",
+        f"quality loss {shown_loss(rated.omega)} instead of {shown_loss(own.omega)}",
         rated,
     )
 

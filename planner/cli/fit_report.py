@@ -375,15 +375,16 @@ def _packed_notes(spec: ModelSpec, forms: Sequence[BitsFit]) -> Iterator[str]:
         for own, of_16 in zip(form.loads, full.get(form.weights, ()), strict=False)
         if own.longest_context < of_16.longest_context
     ]
-    if not less:
-        return
     why = ""
     if spec.widest_window:
-        why = ": layers with a window keep all tokens in it, in 16 bits the newest alone"
+        why = ": in fewer bits layers with a window keep all tokens, in 16 the newest alone"
     elif spec.latent is not None:
-        why = ": it holds latents twice, as keys and as values"
-    bits = " or ".join(dict.fromkeys(less))
-    yield f"contexts are shorter with a KV cache of {bits} bits than of 16{why}"
+        why = ": in fewer bits latents are kept twice, as keys and as values"
+    if why and not full:
+        yield f"contexts may be longer with --kv 16{why}"
+    if less:
+        bits = " or ".join(dict.fromkeys(less))
+        yield f"contexts are shorter with a KV cache of {bits} bits than of 16{why}"
 
 
 def work_kv(plan: Plan) -> str:

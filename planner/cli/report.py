@@ -12,10 +12,9 @@ from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.cli.alternatives import Speed
-from llmpq.planner.problem.outcome import rounded_up
 from llmpq.precision import KVPrecision, Precision, bits_of
 from llmpq.sizes.kv_format import BLOCK_TOKENS
-from llmpq.units import format_size, short_size, shown
+from llmpq.units import format_size, short_size, shown, shown_loss
 from llmpq.workload import Workload
 
 if TYPE_CHECKING:
@@ -254,10 +253,10 @@ def loss_lines(plan: Plan) -> list[str]:
     if indicator == "generic" and predicted.sum_omega == 0 and set(plan.precisions) != {UNROUNDED}:
         return ["quality loss: 0, every layer keeps the checkpoint's own codes"]
     uniform = {"8 bits": predicted.all_8bit_omega, "4 bits": predicted.all_4bit_omega}
-    known = [f"at {bits} {value:.4g}" for bits, value in uniform.items() if value is not None]
+    known = [f"at {b} {shown_loss(omega)}" for b, omega in uniform.items() if omega is not None]
     beside = f" (all layers {', '.join(known)})" if known else ""
-    source = GUESSES.get(indicator, "measured")
-    lines = [f"quality loss: {predicted.sum_omega:.4g}{beside}; indicator {indicator}, {source}"]
+    source, loss = GUESSES.get(indicator, "measured"), shown_loss(predicted.sum_omega)
+    lines = [f"quality loss: {loss}{beside}; indicator {indicator}, {source}"]
     worst = predicted.all_4bit_omega
     if worst is not None and predicted.sum_omega > worst * NOT_WORSE:
         lines.append(
@@ -353,7 +352,7 @@ def comparison_table(rows: Mapping[str, MethodRow | str], *, budget: float | Non
         table.add_row(
             method,
             row.bits,
-            f"{row.omega:.4g}",
+            f"{shown_loss(row.omega)}",
             f"{row.time_s:.3f} s",
             f"{row.tokens_per_s:.1f}",
             "-" if row.exact_s is None else f"{row.exact_s:.3f} s",
@@ -385,7 +384,7 @@ def front_table(plans: Sequence[Plan], chosen: int) -> Table:
             f"{number}*" if number == chosen + 1 else str(number),
             f"{predicted.total_s:.3f} s{proven}",
             f"{predicted.output_tokens_per_s:.1f}",
-            f"{rounded_up(predicted.sum_omega):g}",
+            shown_loss(predicted.sum_omega),
             bits_of(plan.precisions),
             str(plan.workload.kv.bits),
             f"{plan.prefill_microbatch}, {plan.decode_microbatch}",

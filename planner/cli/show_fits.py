@@ -13,7 +13,7 @@ from llmpq.planner.cli.fit_report import BatchFit, BitsFit, FitReport, fit_answe
 from llmpq.planner.cli.report import GUESSES, WIDE, remarks_of, warnings_of
 from llmpq.planner.cli.show_plan import open_console, say
 from llmpq.planner.problem.requests import FitsRequest
-from llmpq.units import format_size, short_size
+from llmpq.units import format_size, short_size, shown_loss
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,7 +97,7 @@ def forms_table(report: FitReport) -> Table:
         table.add_column(name, justify="left" if name == "fits" else "right")
     for form in report.forms:
         cells = [form.weights, form.kv.removeprefix("kv"), _fits(form)]
-        cells.append(f"{form.quality_loss:.3g}")
+        cells.append(shown_loss(form.quality_loss))
         for load in form.loads:
             cells += [_context(load), _seconds(load.first_token_s), _rate(load.tokens_per_s)]
         table.add_row(*cells)

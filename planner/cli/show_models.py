@@ -17,7 +17,7 @@ from llmpq.checkpoints.gguf_file import BLOCKS
 from llmpq.checkpoints.stored_codes import KEPT
 from llmpq.errors import unknown_name
 from llmpq.families import FAMILIES
-from llmpq.model_spec import ModelSpec, builtin_configs
+from llmpq.model_spec import ModelSpec, builtin_configs, builtin_ids
 from llmpq.planner.problem.requests import ModelsRequest
 
 COLUMNS: dict[ExecutionMode, str] = {
@@ -91,9 +91,9 @@ def show_models(request: ModelsRequest) -> None:
 
 
 def _with(word: str, rows: list[ModelRow]) -> list[ModelRow]:
-    """Return the rows that have a word in their name or `model_type`s, dashes or none."""
-    plain = _plain(word)
-    return [row for row in rows if plain in _plain(row.name) or plain in _plain(row.says)]
+    """Return the rows that have a word in their names or `model_type`s, dashes or none."""
+    ids, plain = builtin_ids(), _plain(word)
+    return [r for r in rows if plain in _plain(" ".join((r.name, r.says, *ids.get(r.name, ()))))]
 
 
 def _plain(name: str) -> str:

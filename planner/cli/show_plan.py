@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from llmpq.cluster import Cluster
 from llmpq.default_dtype import without_bfloat16
 from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable, replace_text
@@ -102,6 +104,8 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
                 say(open_console(), line)
             raise
     notes = [*notes, *one_pipeline_notes(request, options, len(problem.cluster.devices))]
+    if options.method == "all" and options.groups and may_group(problem):
+        notes.append(NO_GROUPS)
     lacking = without_bfloat16(problem.cluster)
     engines = None if several is None or not several.uses(lacking) else several.topology
     if own is not None and engines is not None and not beats(own[0], engines, options):
@@ -172,6 +176,10 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         say(console, f"wrote {path_written}")
 
 
+NO_GROUPS = (
+    "--method all compares pipelines with a device a stage; without it stages that devices share "
+    "and several engines are looked for, too"
+)
 ONE_PIPELINE = ("pin", "max_devices", "what_if", "pareto")
 """Fields of a request that are of one pipeline."""
 
@@ -414,6 +422,7 @@ def _changed(
         for part in parts_of(change):
             if part[:1] in ("+", "-") and not part.startswith("--"):
                 changed, devices = changed_devices(changed, other.cluster, part)
+                notes += _where_added(other.cluster, devices)
             else:
                 changed = changed_request(changed, part, read_flag)
             other, _, made = make_problem(changed, devices)
@@ -424,6 +433,15 @@ def _changed(
         said = f"{change} ({'; '.join(own)})" if own else change
         found.append((said, changed, other, solve_options(changed, other.cluster)))
     return found
+
+
+def _where_added(before: Cluster, after: Cluster | None) -> list[str]:
+    """Return in which of several machines a change puts devices; none where the user says all."""
+    if after is None or len(after.nodes) == 1:
+        return []
+    there = Counter(device.node for device in before.devices)
+    more = Counter(device.node for device in after.devices) - there
+    return [f"assumed: in {n if n in there else 'a machine of its own'}" for n in more]
 
 
 def _check_mode(speculate: str | None) -> None:

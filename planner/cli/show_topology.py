@@ -13,7 +13,7 @@ from llmpq.planner.cli.report import bits_text, loss_lines, warnings_of
 from llmpq.planner.solving.engine_prices import GROUP_GAIN
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
 from llmpq.topology import Topology
-from llmpq.units import format_size, shown
+from llmpq.units import format_size, shown, shown_loss
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,7 +77,7 @@ def _simple_text(one: Simple | None, tokens: int) -> str:
     if one is None:
         return "none has room for the job"
     where, seconds, omega = one
-    return f"{where}: {shown(tokens / seconds)} tokens/s, quality loss {omega:.4g}"
+    return f"{where}: {shown(tokens / seconds)} tokens/s, quality loss {shown_loss(omega)}"
 
 
 def _verdict(found: TopologyAnswer, exactly: int | None) -> str:

@@ -26,6 +26,7 @@ from llmpq.planner.traffic.traffic_search import (
     search_traffic,
 )
 from llmpq.topology import Topology
+from llmpq.units import shown_loss
 
 NO_GROUPS = (
     "stages that devices share are not searched for live traffic; --tensor-parallel N plans them"
@@ -153,7 +154,8 @@ def traffic_lines(
     if quick.loss > best.loss and objective == "rate":
         lines.append(
             f"more requests at less quality (--prefer speed looks for it): "
-            f"{_gives(quick, objective)}, quality loss {quick.loss:.4g} instead of {best.loss:.4g}"
+            f"{_gives(quick, objective)}, quality loss {shown_loss(quick.loss)} instead of "
+            f"{shown_loss(best.loss)}"
         )
     names = {"card": "best single card", "pipeline": "one pipeline", "replicas": "replicas"}
     for key, name in names.items():

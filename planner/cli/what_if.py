@@ -27,7 +27,7 @@ from llmpq.planner.cli.alternatives import Speed
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.precision import bits_of
-from llmpq.units import parse_size
+from llmpq.units import parse_size, shown_loss
 
 CHANGEABLE = {
     "batch": limits.MAX_BATCH,
@@ -204,19 +204,20 @@ def made_possible(after: Plan) -> str:
     assert new is not None, "the planner always predicts"
     return (
         f"fits: {new.total_s:.3f} s, {Speed.of_plan(after).text}, "
-        f"{bits_of(after.precisions)}, quality loss {new.sum_omega:.4g}"
+        f"{bits_of(after.precisions)}, quality loss {shown_loss(new.sum_omega)}"
     )
 
 
 def loss_change(before: float, after: float) -> str:
     """Return what becomes of the quality loss, in words."""
+    old, new = shown_loss(before), shown_loss(after)
     if abs(after - before) <= 1e-6 * max(after, before):
-        return f"quality loss as now ({after:.4g})"
+        return f"quality loss as now ({new})"
     if before <= 0 or after <= 0:
-        return f"quality loss {after:.4g} instead of {before:.4g}"
+        return f"quality loss {new} instead of {old}"
     if after < before:
-        return f"quality loss {after:.4g} instead of {before:.4g}, {before / after:.3g} times less"
-    return f"quality loss {after:.4g} instead of {before:.4g}, {after / before:.3g} times more"
+        return f"quality loss {new} instead of {old}, {before / after:.3g} times less"
+    return f"quality loss {new} instead of {old}, {after / before:.3g} times more"
 
 
 def with_added(cluster: Cluster, kind: str, reserve: int | None = None) -> Cluster:

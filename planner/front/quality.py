@@ -31,9 +31,9 @@ from llmpq.planner.problem.outcome import (
     Outcome,
     Unfinished,
     WarmStart,
-    rounded_up,
 )
 from llmpq.planner.problem.problem import Problem
+from llmpq.units import shown_loss
 
 MOST_SOLVED = 30
 """Pairs whose relaxation is solved, to find the one that promises most within the budget."""
@@ -129,7 +129,7 @@ def refuse_unreachable(p: Problem, budget: float) -> Assignment | None:
     raise Infeasible(
         f"no plan has a sum of omega of at most {budget:g}: the smallest that these devices "
         f"and precisions allow is {least.omega:.6g}; give --quality-budget "
-        f"{rounded_up(least.omega):g} or more",
+        f"{shown_loss(least.omega)} or more",
         least=least.omega,
     )
 

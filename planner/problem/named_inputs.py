@@ -170,7 +170,10 @@ def _left_free(cluster: Cluster) -> list[str]:
             screens[device.kind] = device.reserve_bytes
     if screens:
         size = format_size(max(screens.values()))
-        lines.append(f"{size} of {', '.join(screens)} stay free for a screen (--reserve 0: none)")
+        one = next(device for device in cluster.devices if device.kind in screens)
+        less = f"less of one card: {one.kind}={one.memory_bytes / 1e9 - 1:.0f}GB"
+        cards = ", ".join(screens)
+        lines.append(f"{size} of {cards} stay free for a screen (--reserve 0: none; {less})")
     return list(dict.fromkeys(lines))
 
 

@@ -100,11 +100,3 @@ class Unfinished(Infeasible):
     def __init__(self, message: str, bound: float = -math.inf) -> None:
         super().__init__(message)
         self.bound = bound
-
-
-def rounded_up(loss: float) -> float:
-    """Return a number of four digits that is not below a loss."""
-    if loss <= 0:
-        return 0.0
-    step = 10.0 ** (math.floor(math.log10(loss)) - 3)
-    return math.ceil(loss / step) * step

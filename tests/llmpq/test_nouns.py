@@ -317,6 +317,8 @@ def test_plan_file_round_trip_and_mismatch(tmp_path: Path) -> None:
     plan = Plan.parse_data(plan_data([(0, 2), (2, 4)], 4), where="plan")
     plan.save_json(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
+    shown = f"{plan} {plan!r}"
+    assert len(shown) < 800 and plan.model.name in shown and "layers 2-3" in shown
     with pytest.raises(PlanMismatchError, match="re-plan with llmpq-algo --model"):
         plan.require_model(ModelSpec.by_name("opt-13b"))
     with pytest.raises(PlanMismatchError, match="re-plan with llmpq-algo --cluster"):

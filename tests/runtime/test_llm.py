@@ -220,6 +220,20 @@ def test_options_that_cannot_be_obeyed_are_refused(demo_model, make_plan, option
         LLM(model, **options)
 
 
+@pytest.mark.cpu
+def test_a_plan_s_model_that_is_not_here_is_named_with_its_whole_path(
+    demo_model, make_plan, tmp_path, monkeypatch
+):
+    """Planned by a path from another folder, which the hub knows nothing of."""
+    made = make_plan(demo_model)
+    for path in ("models/mine", "mine"):
+        plan = made.model_copy(update={"model": made.model.model_copy(update={"path": path})})
+        plan.save_json(tmp_path / "plan.json")
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ValueError, match=f"there is no '{tmp_path}/{path}'"):
+            LLM(plan=tmp_path / "plan.json")
+
+
 @pytest.mark.cluster
 # Three processes: test_front_door.py.
 @pytest.mark.parametrize("backend", ["threads", pytest.param("auto", marks=pytest.mark.seldom)])

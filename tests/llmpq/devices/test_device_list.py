@@ -348,6 +348,38 @@ def test_the_cards_that_there_are_need_no_name(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("4090 3090", ["RTX-4090", "RTX-3090"]),
+        ("3060 4090 3090", ["RTX-3060", "RTX-4090", "RTX-3090"]),
+        ("1080 1080 ti", ["GTX-1080", "GTX-1080-Ti"]),
+        ("9070 2x 8000", ["RX-9070", "Quadro-RTX-8000", "Quadro-RTX-8000"]),
+        ("2 3090", ["RTX-3090", "RTX-3090"]),
+    ],
+)
+def test_a_number_that_is_a_card_is_no_count(text: str, kinds: list[str]) -> None:
+    assert [device.kind for device in read_devices(text).cluster.devices] == kinds
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        ("3080=12GB", "RTX-3080-12GB", ""),
+        ("rtx 4060 ti=16GB", "RTX-4060-Ti-16GB", ""),
+        ("a100=40GB", "A100-40GB", ""),
+        ("3080=20GB", "RTX-3080-10GB", "3080 with 18.6 GiB is the RTX-3080-10GB with other memory"),
+        ("4090=48GB", "RTX-4090", ""),
+    ],
+)
+def test_a_stated_memory_says_which_card_of_a_name(text: str, kind: str, said: str) -> None:
+    found = read_devices(text)
+    (device,) = found.cluster.devices
+    stated = text.partition("=")[2].removesuffix("GB")
+    assert (device.kind, device.memory_bytes) == (kind, int(stated) * 10**9)
+    assert list(found.assumptions) == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
     ("text", "name", "count"),
     [
         ("4090:24", "RTX-4090", 24),

@@ -165,7 +165,7 @@ def test_what_if_is_the_plan_of_the_changed_cluster_or_job(
     assert _seconds(changes["-large-0"]) > _seconds(before) * 1.1
     assert _seconds(changes["+large"]) < _seconds(before)
     (line,) = [line for line in lines if line.startswith("what if bits=4")]
-    assert line.endswith(" 4 bits, quality loss 1 instead of 0.00346, 289 times more")
+    assert line.endswith(" 4 bits, quality loss 1 instead of 0.003461, 289 times more")
 
 
 def test_what_if_shrinks_fixed_microbatches_with_the_batch(

@@ -193,7 +193,12 @@ def test_a_cache_of_fewer_bits_that_holds_fewer_tokens_is_explained(fits: Any) -
     _, windows, _ = fits("--devices 4090 --model gpt-oss-20b --batch 8 --context 16k")
     assert any("layers with a window keep all tokens" in note for note in windows["notes"])
     _, latents, _ = fits("--devices 3090 --model glm-4.7-flash")
-    assert any("latents twice" in note for note in latents["notes"])
+    assert any("latents are kept twice" in note for note in latents["notes"])
+    _, packed, _ = fits("--devices 4090 --model gemma-3-27b --context 20k --kv 8")
+    assert any("longer with --kv 16" in note for note in packed["notes"])
+    code, refused, _ = fits("--devices 4090 --model gemma-3-27b --context 60k --kv 8 --bits 4")
+    assert code == 5 and refused["remedies"][0] == "--kv 16"
+    assert fits("--devices 4090 --model gemma-3-27b --context 60k --kv 16 --bits 4")[0] == 0
     _, plain, _ = fits("--devices 3090 --model qwen3-8b")
     assert not any("contexts are shorter" in note for note in plain["notes"])
 

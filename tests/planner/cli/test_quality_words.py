@@ -56,7 +56,7 @@ def test_the_loss_stands_beside_that_of_uniform_bits(
     code, text, _ = _run(capsys, *words, "--bits", "8")
     assert code == 0 and WARNING not in text
     assert _loss(text) == (
-        "quality loss: 0.00346 (all layers at 8 bits 0.00346, at 4 bits 1); indicator generic, a "
+        "quality loss: 0.003461 (all layers at 8 bits 0.003461, at 4 bits 1); indicator generic, a "
         "guess from the variance of rounding, equal for all layers"
     )
     assert "note: the quality loss is a guess, by the generic indicator" in text

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.errors import nearest
-from llmpq.model_spec import builtin_configs
+from llmpq.model_spec import ModelSpec, builtin_configs
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.cli.arguments import (
@@ -19,9 +20,10 @@ from llmpq.planner.cli.arguments import (
     plan_parser,
     plan_request,
 )
-from llmpq.planner.cli.report import headline, stage_table
+from llmpq.planner.cli.report import headline, loss_lines, stage_table
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.requests import ExportRequest
+from llmpq.units import shown_loss
 
 pytestmark = pytest.mark.pure
 CARD = "--devices 4090 --model llama-3.1-8b --batch 1"
@@ -29,6 +31,8 @@ CARD = "--devices 4090 --model llama-3.1-8b --batch 1"
 ANSWERS = {
     "--what-if +3060:0": "--what-if +3060:0: expected 1 to 1,000 devices, got 0",
     "--kv q8_0": "unknown KV cache dtype 'q8_0': did you mean 8? known bits: 16, 8, 4, 2",
+    "--bits q4_k_m": "unknown precision 'q4_k_m': did you mean '4'? known: 16, 3, 4, 8, w4a4, w8a8",
+    "--bits 8bit": "unknown precision '8bit': did you mean '8'? known: 16, 3, 4, 8, w4a4, w8a8",
     "--kv fp4": "unknown KV cache dtype 'fp4': did you mean 4? known bits: 16, 8, 4, 2",
     "--kv 3": "unknown KV cache dtype '3': known bits: 16, 8, 4, 2",
     "--ctx-size 8k --prompt-len 5": "--prompt-len has no effect with --ctx-size: leave --ctx-size "
@@ -103,6 +107,34 @@ def test_a_change_says_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> No
     assert re.match(r"what if \+cpu \(.*assumed: cpu has \d+ threads", line)
 
 
+def test_a_change_says_in_which_machine_a_device_is_put(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "two.yaml"
+    nodes = "[{name: a, devices: [{kind: 4090}]}, {name: b, devices: [{kind: 3090}]}]"
+    path.write_text(f"{{name: two, nodes: {nodes}}}")
+    words = ["--cluster", str(path), "--model", "opt-1.3b", "--batch", "1", "--gen-len", "5"]
+    assert main([*words, "--what-if", "+5090", "--what-if", "+3090", "--what-if", "-3090"]) == 0
+    lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("what if ")]
+    assert lines[0].startswith("what if +5090 (assumed: in a machine of its own): ")
+    assert lines[1].startswith("what if +3090 (assumed: in b): ")
+    assert lines[2].startswith("what if -3090: ")
+
+
+def test_a_copied_loss_is_a_budget_that_its_plan_keeps() -> None:
+    for loss in (0.0034602, 6.53350001, 1.0, 1.0000000001, 0.99995, 4.5e-7, 12345.6, 9.9999):
+        shown = shown_loss(loss)
+        assert loss <= float(shown) * (1 + 5e-10) and float(shown) <= loss * 1.0011
+        assert len(shown.replace(".", "").strip("0").split("e")[0]) <= 5
+    assert (shown_loss(0.0), shown_loss(1.0), shown_loss(0.25)) == ("0", "1", "0.25")
+    card = {"model": "opt-1.3b", "devices": "4090", "batch": 1, "gen_len": 5}
+    for bits in ("8", "4", "3"):
+        said = re.match(r"quality loss: (\S+) ", loss_lines(make_plan(bits=bits, **card))[0])
+        assert said is not None
+        again = make_plan(bits=bits, quality_budget=float(said[1]), **card)
+        assert {choice.typed for choice in again.precisions} == {bits}
+
+
 def test_the_slowest_stages_are_marked_by_phase() -> None:
     plan = make_plan("llama-3.1-8b", devices="4090,3090", batch=8, prompt_len=512, gen_len=50)
     times = {"prefill_s": (0.5, 0.1), "decode_s": (0.1, 0.5)}
@@ -150,6 +182,7 @@ def test_an_unknown_model_gets_near_names_and_where_all_are(
         "mistral-large": ["mistral-7b", "mistral-nemo-12b"],
         "deepseek-r1-distill-llama-70b": ["llama-3-70b", "llama-3.3-70b"],
         "gemma": ["gemma-2-9b"],
+        "qwen3.6": ["qwen3.6-27b", "qwen3.6-35b-a3b"],
         "zzzz": [],
     }.items():
         assert main(["--devices", "4090", "--model", name]) == 2
@@ -166,6 +199,15 @@ def test_models_of_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row.split()[0] for row in rows[1:] if row} == {
         name for name in builtin_configs() if name.startswith("llama-3")
     }
+    for word, names in {
+        "qwen3.6": {"qwen3.6-27b", "qwen3.6-35b-a3b"},
+        "GLM-4.5": {"glm-4.5", "glm-4.5-air"},
+        "deepseek-r1": {"deepseek-v3"},  # by its name on the hub
+    }.items():
+        assert main(["models", word]) == 0
+        rows = capsys.readouterr().out.partition("\n\n")[0].splitlines()[1:]
+        assert {row.split()[0] for row in rows} == names
+        assert all(ModelSpec.by_name(name).name == name for name in names)
     assert main(["models", "qwen3-33b"]) == 2
     assert "did you mean 'qwen3-32b'" in capsys.readouterr().err
 
