@@ -212,7 +212,7 @@ def loss_change(before: float, after: float) -> str:
     """Return what becomes of the quality loss, in words."""
     old, new = shown_loss(before), shown_loss(after)
     if abs(after - before) <= 1e-6 * max(after, before):
-        return f"quality loss as now ({new})"
+        return f"quality loss as now ({old})"
     if before <= 0 or after <= 0:
         return f"quality loss {new} instead of {old}"
     if after < before:
