@@ -79,14 +79,12 @@ class Elastic:
                 return DeviceChange(done=True, text=text)
             return self._carried_out(plan, change, f"{name} is drained", "drain")
 
-    def move_from_slow(
-        self, slowdowns: Mapping[int, float], reason: str, *, horizon_s: float = HORIZON_S
-    ) -> DeviceChange:
+    def move_from_slow(self, slowdowns: Mapping[int, float], reason: str) -> DeviceChange:
         """Plan by measured times, `slowdowns` by stage, and move if that pays."""
         with self._lock:
             plan = self._plan
             change = self._replanner.at_measured_times(plan, slowdowns)
-            return self._if_it_pays(plan, change, reason, "slow", horizon_s)
+            return self._if_it_pays(plan, change, reason, "slow", HORIZON_S)
 
     @property
     def _plan(self) -> Plan:

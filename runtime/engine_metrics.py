@@ -76,13 +76,11 @@ def metrics_of(
     return found
 
 
-def token_counters(
-    stats: Mapping[str, Any], labels: Mapping[str, str], *, prefix: str = "vllm"
-) -> list[Metric]:
+def token_counters(stats: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
     """Return what requests have had, where no server counts it."""
     prompts = stats.get("gauges", {}).get("prefix_queries", 0)  # those that were found, too
     return [
-        Counter(f"{prefix}:{name}", about, labels, int(value))
+        Counter(f"vllm:{name}", about, labels, int(value))
         for name, about, value in (
             ("prompt_tokens", "Tokens of all prompts.", prompts),
             ("generation_tokens", "Tokens of all answers.", stats.get("generated_tokens", 0)),

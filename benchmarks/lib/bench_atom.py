@@ -26,7 +26,7 @@ from llmpq.kernels.atom.hopper import (
     plan,
     product,
 )
-from llmpq.kernels.atom.portable import GemmPlan, RoundedInput, atom_gemm, norm_round
+from llmpq.kernels.atom.portable import GemmPlan, RoundedInput, atom_gemm, round_input
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.gpu_timing import copies_for, time_launches, write_row
@@ -94,11 +94,11 @@ def _ways(name: str, key: str, m: int) -> tuple[list[AtomWeight], dict[str, Call
     pool = [_copy(one) for _ in range(copies_for(one.nbytes))]
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     if not isinstance(one, AtomTiles):
-        rounded = norm_round(x, one.scheme, index_K=one.index_K)
+        rounded = round_input(x, one.scheme, index_K=one.index_K)
         return pool, {
             "product": lambda i: atom_gemm(rounded, pool[i], dtype=x.dtype),
             "with_rounding": lambda i: atom_gemm(
-                norm_round(x, one.scheme, index_K=one.index_K), pool[i], dtype=x.dtype
+                round_input(x, one.scheme, index_K=one.index_K), pool[i], dtype=x.dtype
             ),
         }
     tokens = any_input(x, one)
@@ -135,7 +135,7 @@ def _sweep(name: str, key: str, m: int, asked: BenchAtom) -> None:
             chosen = HopperPlan(bm=bm, group_m=group_m, shares=shares)
             calls.append((str(chosen), _tiled(tokens, pool, chosen, x.dtype)))
     else:
-        rounded = norm_round(x, one.scheme, index_K=one.index_K)
+        rounded = round_input(x, one.scheme, index_K=one.index_K)
         for tiles in _channel_tiles(m):
             calls.append((str(tiles), _channels(rounded, pool, tiles, x.dtype)))
     found = []

@@ -1,7 +1,7 @@
-"""Rounded activations from the operation that makes them, and the integer product that eats them.
+"""Rounded activations, and the integer product that takes them.
 
-    norm_round   RMSNorm or LayerNorm (or nothing), channel order, rounding     -> RoundedInput
-    atom_gemm    RoundedInput times AtomWeight                                  -> y [M, N]
+    round_input  channel order, rounding           -> RoundedInput
+    atom_gemm    RoundedInput times AtomWeight     -> y [M, N]
 
 `plan` decides tiles from shapes alone; the kernels are in portable_kernels.py, their twins in
 reference.py. Weights with 8-bit outliers, INT4 groups of 64 or 128, or INT8 per channel.
@@ -10,7 +10,7 @@ reference.py. Weights with 8-bit outliers, INT4 groups of 64 or 128, or INT8 per
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from torch import Tensor
 from llmpq.kernels.atom.portable_kernels import (
     atom_gemm_kernel,
     channel_gemm_kernel,
-    norm_round_kernel,
+    round_input_kernel,
 )
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.weight_layout import GROUP
@@ -27,10 +27,6 @@ from llmpq.precision import padded_k
 
 if TYPE_CHECKING:
     from llmpq.kernels.weights.atom_weight import AtomWeight
-
-NormKind = Literal["none", "rms", "layer"]
-
-_NORMS: dict[str, int] = {"none": 0, "rms": 1, "layer": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,44 +113,28 @@ def channel_plan(rows: int, out_features: int) -> GemmPlan:
     return GemmPlan(block_m=128, block_n=128, warps=4, stages=3)
 
 
-def norm_round(
-    x_MK: Tensor,
-    scheme: AtomScheme,
-    *,
-    norm: NormKind = "none",
-    weight_K: Tensor | None = None,
-    bias_K: Tensor | None = None,
-    index_K: Tensor | None = None,
-    eps: float = 0.0,
-) -> RoundedInput:
-    """Norm a token, put its channels in order and round them, in one pass."""
+def round_input(x_MK: Tensor, scheme: AtomScheme, *, index_K: Tensor | None = None) -> RoundedInput:
+    """Put a token's channels in order and round them, in one pass."""
     if scheme.rotation:
-        raise ValueError("norm_round does not rotate; only the input of `down` is rotated")
+        raise ValueError("round_input does not rotate; only the input of `down` is rotated")
     m, k = x_MK.shape
     shape = Shape.of(scheme, k)
     rounded = _empty(x_MK, m, shape, scheme)
-    norm_round_kernel[(m,)](
+    round_input_kernel[(m,)](
         x_MK,
-        x_MK if weight_K is None else weight_K,
-        x_MK if bias_K is None else bias_K,
         x_MK if index_K is None else index_K,
         rounded.codes,
         rounded.scales,
-        k,
         shape.normal,
         scheme.outliers,
         x_MK.stride(0),
-        eps,
         GROUPS=shape.groups,
         BLOCK_G=triton.next_power_of_2(shape.groups),
         GROUP=shape.group,
         BLOCK_GROUP=triton.next_power_of_2(shape.group),
-        BLOCK_K=triton.next_power_of_2(k),
         BITS=scheme.activation_bits,
         SIGNED=scheme.signed_scale,
         CLIP=scheme.activation_clip,
-        NORM=_NORMS[norm],
-        HAS_BIAS=bias_K is not None,
         HAS_INDEX=index_K is not None,
         COMPRESSED=scheme.activation_rule == "compressed",
         num_warps=4 if k <= 4096 else 8,

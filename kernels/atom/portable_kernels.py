@@ -63,52 +63,32 @@ def _compressed(y, DT: tl.constexpr):
 
 
 @triton.jit
-def norm_round_kernel(
+def round_input_kernel(
     X,
-    WEIGHT,
-    BIAS,
     INDEX,
     CODES,
     SCALES,
-    K,
     normal,
     outliers,
     x_stride,
-    eps,
     GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BITS: tl.constexpr,
     SIGNED: tl.constexpr,
     CLIP: tl.constexpr,
-    NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     COMPRESSED: tl.constexpr,
 ):
-    """A token's norm, channel order and rounding; NORM 0 leaves x, 1 is RMSNorm, 2 LayerNorm.
-
-    The row is read twice: once as it lies for the norm, once in order (from L1).
-    """
+    """A token's channels in order, rounded."""
     row = tl.program_id(0).to(tl.int64)
     x_row = X + row * x_stride
-    mean = 0.0
-    rstd = 1.0
-    if NORM > 0:
-        at = tl.arange(0, BLOCK_K)
-        x = tl.load(x_row + at, mask=at < K, other=0.0).to(tl.float32)
-        if NORM == 2:
-            mean = tl.sum(x, axis=0) / K
-            x = tl.where(at < K, x - mean, 0.0)
-        rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / K + eps)
-
     # normal channels, all groups of the row at once
     within = tl.arange(0, BLOCK_GROUP)[None, :]
     place = tl.arange(0, BLOCK_G)[:, None] * GROUP + within
     live = (place < normal) & (within < GROUP)
-    y = _ordered(x_row, WEIGHT, BIAS, INDEX, place, live, mean, rstd, NORM, HAS_BIAS, HAS_INDEX)
+    y = _ordered(x_row, INDEX, place, live, HAS_INDEX)
     if COMPRESSED:
         DT: tl.constexpr = X.dtype.element_ty
         q, scale = _compressed(y.to(DT).to(tl.float32)[None], DT)
@@ -125,47 +105,19 @@ def norm_round_kernel(
     # outliers: 8 bits, one scale
     if outliers > 0:
         slot = tl.arange(0, 128)[None, :]
-        kept = _ordered(
-            x_row,
-            WEIGHT,
-            BIAS,
-            INDEX,
-            normal + slot,
-            slot < outliers,
-            mean,
-            rstd,
-            NORM,
-            HAS_BIAS,
-            HAS_INDEX,
-        )
+        kept = _ordered(x_row, INDEX, normal + slot, slot < outliers, HAS_INDEX)
         kept_q, kept_scale = _codes(kept[None], 8, False, 1.0)
         tl.store(code_row + width + slot[None], kept_q.to(tl.int8))
         tl.store(scale_row + GROUPS + tl.zeros((1, 1), tl.int32), kept_scale)
 
 
 @triton.jit
-def _ordered(
-    x_row,
-    WEIGHT,
-    BIAS,
-    INDEX,
-    place,
-    live,
-    mean,
-    rstd,
-    NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-):
-    """Normed channels in order, zero where not live."""
+def _ordered(x_row, INDEX, place, live, HAS_INDEX: tl.constexpr):
+    """Channels in order, zero where not live."""
     channel = place
     if HAS_INDEX:
         channel = tl.load(INDEX + place, mask=live, other=0)
     y = tl.load(x_row + channel, mask=live, other=0.0).to(tl.float32)
-    if NORM > 0:
-        y = (y - mean) * rstd * tl.load(WEIGHT + channel, mask=live, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            y += tl.load(BIAS + channel, mask=live, other=0.0).to(tl.float32)
     return tl.where(live, y, 0.0)
 
 

@@ -42,10 +42,8 @@ def prompt_runs(starts: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int
     return tuple(runs) if sum(counts) >= LEAST_TOKENS * len(runs) else ()
 
 
-def causal_attend(
-    q_BHQD: Tensor, k_BGQD: Tensor, v_BGQD: Tensor, *, scale: float, bias: Tensor | None = None
-) -> Tensor:
-    """Return attention [B, H, Q, D]; `bias` is added to scores, and holds what is hidden."""
+def causal_attend(q_BHQD: Tensor, k_BGQD: Tensor, v_BGQD: Tensor, *, scale: float) -> Tensor:
+    """Return attention [B, H, Q, D]."""
     # Other backends may round float32 operands to fewer bits.
     exact = q_BHQD.dtype == torch.float32
     with sdpa_kernel(SDPBackend.MATH) if exact else nullcontext():
@@ -53,8 +51,7 @@ def causal_attend(
             q_BHQD,
             k_BGQD,
             v_BGQD,
-            attn_mask=bias,
-            is_causal=bias is None,
+            is_causal=True,
             scale=scale,
             enable_gqa=q_BHQD.shape[1] != k_BGQD.shape[1],
         )

@@ -493,13 +493,13 @@ def has_kernel(scheme: AtomScheme) -> bool:
 
 def integer_linear(x_MK: Tensor, weight: AtomWeight, bias: Tensor | None = None) -> Tensor:
     """Return y [M, N] by the Triton kernels."""
-    from llmpq.kernels.atom.portable import atom_gemm, norm_round
+    from llmpq.kernels.atom.portable import atom_gemm, round_input
 
     scheme, index_K = weight.scheme, weight.index_K
     if scheme.rotation:
         x_MK = rotated_channels(x_MK if index_K is None else x_MK[:, index_K.long()], scheme)
         scheme, index_K = replace(scheme, rotation=False), None
-    rounded = norm_round(x_MK.contiguous(), scheme, index_K=index_K)
+    rounded = round_input(x_MK.contiguous(), scheme, index_K=index_K)
     if scheme.takes_integers(x_MK.shape[0]):
         steps, unit = integer_scales(rounded.scales[:, :-1])
         scales = torch.cat((steps * unit, rounded.scales[:, -1:]), dim=1)

@@ -39,13 +39,13 @@ def as_json(report: FitReport) -> dict[str, Any]:
     return {"schema": 1, **asdict(report)}
 
 
-def fits_text(report: FitReport, width: int = 140) -> str:
+def fits_text(report: FitReport) -> str:
     """Return what `print_fits` prints."""
     from io import StringIO
 
     from rich.console import Console
 
-    console = Console(file=StringIO(), width=width)
+    console = Console(file=StringIO(), width=140)
     print_fits(console, report)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text

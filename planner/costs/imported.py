@@ -44,13 +44,17 @@ def layer_entries(
     attention: AttentionTimes,
     *,
     dtype: Dtype,
-    kv: KVPrecision = KVPrecision.KV16,
 ) -> list[LatencyEntry]:
     """Return the entries of a layer in both phases at each precision."""
     prompts, prompts_error = prompt_terms(attention)
     rows, keys, error = decode_terms(attention)
     mixed = mixed_attention(attention, keys.get("v*(t+s)", 0.0))
-    shared = {"device_kind": kind, "kv": kv, "dtype": dtype, "windows": attention.windows}
+    shared = {
+        "device_kind": kind,
+        "kv": KVPrecision.KV16,
+        "dtype": dtype,
+        "windows": attention.windows,
+    }
     found = []
     for precision, curve in products.items():
         own = {**shared, "part": "layer", "precision": precision, "source": "profile"}
@@ -65,9 +69,7 @@ def layer_entries(
     return found
 
 
-def end_entries(
-    kind: str, part: Part, curve: Curve, *, dtype: Dtype, precision: Precision = Precision.W16A16
-) -> list[LatencyEntry]:
+def end_entries(kind: str, part: Part, curve: Curve, *, dtype: Dtype) -> list[LatencyEntry]:
     """Return the entries of the embedding or the head in both phases, by tokens or rows.
 
     The head works on the last token of a row: of prompts, too, only rows count.
@@ -82,7 +84,7 @@ def end_entries(
                 device_kind=kind,
                 part=part,
                 phase=phase,
-                precision=precision,
+                precision=Precision.W16A16,
                 dtype=dtype,
                 regimes=(by_rows if plain else Regime(terms={}, curve=curve),),
                 source="profile",

@@ -156,7 +156,7 @@ class Search:
         """Its value."""
         return self.incumbent.value
 
-    def outcome(self, bound: float, note: str) -> Outcome:
+    def outcome(self, bound: float) -> Outcome:
         """Return the best plan with a bound; a bound below infinity says there may be one."""
         if self.best is None and bound < math.inf:
             limit = max(0.0, self.deadline - self.start)
@@ -171,7 +171,6 @@ class Search:
             value=self.value,
             bound=min(bound, self.value),
             seconds=time.perf_counter() - self.start,
-            note=note,
         )
 
     @property
@@ -432,4 +431,4 @@ def solve_exact(
         (search.resume if warm.resumed else search.begin)(warm.known)
         bound = search.run()
     search.retime()
-    return search.outcome(bound, "")
+    return search.outcome(bound)

@@ -132,9 +132,9 @@ class StageRunner:
         """Whether a step may name tokens by -1 that the step before has yet to produce."""
         return False
 
-    def leave_on_device(self, *, hidden: bool, tokens: bool = False) -> None:
-        """Say what this stage's links take from the device; a CPU's are the host's own."""
-        assert not hidden and not tokens, "hosts keep nothing on a device"
+    def leave_on_device(self, *, tokens: bool = False) -> None:
+        """Say that this stage's links take hidden states, and maybe tokens, from the device."""
+        raise AssertionError("hosts keep nothing on a device")
 
     def wants_every_place(self, message: StepMessage) -> bool:
         """Whether hidden states of all places of a step are wanted behind the last layer."""

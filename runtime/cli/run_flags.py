@@ -128,15 +128,14 @@ def add_model(section: Section, *words: str) -> None:
     section.revision("model", *words)
 
 
-def add_plan(section: Section, *, required: bool = False, text: str = "") -> None:
+def add_plan(section: Section, *, text: str) -> None:
     """Declare `--plan`, which the paper calls `--strat_file_name`."""
     section.flag(
         "--plan",
         also=("--strat-file-name",),
-        required=required,
         daily=True,
         metavar="PLAN",
-        help=text or "plan.json of llmpq-algo; the .json may be left out",
+        help=text,
     )
 
 

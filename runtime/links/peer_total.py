@@ -57,17 +57,15 @@ class PeerSum:
         columns: int,
         member: int,
         members: int,
-        channels: tuple[Channel, ...] = (),
     ) -> None:
         """Open the others' inboxes; `group`: the devices', over gloo.
 
         `dtype`: of what is summed, beside integers of 64 bits; `columns`: of hidden states, whose
-        rows have a channel of their own. `channels`: by capacity. `problem` says why there are
-        none, of this device or another.
+        rows have a channel of their own. `problem` says why there are none, of this device or
+        another.
         """
-        if not channels:
-            each = MANY.capacity // (members - 1) // FEW.capacity * FEW.capacity
-            channels = FEW, replace(MANY, capacity=each)
+        each = MANY.capacity // (members - 1) // FEW.capacity * FEW.capacity
+        channels = FEW, replace(MANY, capacity=each)
         self._device, self._member, self._channels = device, member, channels
         self._dtypes = {dtype, torch.int64}
         self._overlaps = overlaps(device)

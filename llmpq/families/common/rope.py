@@ -91,15 +91,15 @@ def _reach(longest: int, rope: Config, scaling: RopeScaling | None) -> int:
     return round(original * scaling.factor)
 
 
-def rope_section(config: Config, layers: str = "full_attention") -> Config:
-    """Return how a kind of layers rotates: `rope_scaling` where it says anything, which is older.
+def rope_section(config: Config) -> Config:
+    """Return how layers of full attention rotate: `rope_scaling`, which is older, if there is one.
 
     A model whose layers differ gives `rope_parameters` by the kind of layer, and `rope_scaling`
     changes those of full attention.
     """
     parameters, scaling = (section(config, key) for key in ("rope_parameters", "rope_scaling"))
-    if parameters is not None and isinstance(parameters.get(layers), dict):
-        return _without_null({**parameters[layers], **(scaling or {})})
+    if parameters is not None and isinstance(parameters.get("full_attention"), dict):
+        return _without_null({**parameters["full_attention"], **(scaling or {})})
     return _without_null(scaling or parameters or {})
 
 

@@ -95,8 +95,8 @@ class Columns:
         return np.asarray(self.num_bytes[m] <= room[self.sorts[m]])
 
 
-def make_columns(p: Problem, *, longest: int | None = None) -> Columns:
-    """Return the table for the roomiest stage; `longest` leaves out stages of more layers."""
+def make_columns(p: Problem) -> Columns:
+    """Return the table for the roomiest stage."""
     num_layers, num_choices = p.num_layers, len(p.choices)
     only_whole = p.max_stages == 1
     omega, layer_bytes = p.open_omega, p.all_layer_bytes[0]
@@ -106,7 +106,7 @@ def make_columns(p: Problem, *, longest: int | None = None) -> Columns:
     least: list[Floats] = [np.zeros((1 if only_whole else num_layers + 1, 1))]
     base = np.int64(num_layers + 1) ** np.arange(num_choices, dtype=np.int64)
     vectors_made = entries = 0
-    for m in range(1, min(num_layers, longest or num_layers) + 1):
+    for m in range(1, num_layers + 1):
         vectors = _next_vectors(counts[-1], base)
         vectors = vectors[vectors @ layer_bytes <= room[sort_of(p.packed, vectors)]]
         starts = 1 if only_whole else num_layers - m + 1

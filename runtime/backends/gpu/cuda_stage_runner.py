@@ -181,9 +181,9 @@ class CudaStageRunner(StageRunner):
         """Return the steps so far by kind, timed by the device, and forget them."""
         return self._times.totals()
 
-    def leave_on_device(self, *, hidden: bool, tokens: bool = False) -> None:
+    def leave_on_device(self, *, tokens: bool = False) -> None:
         """As of `StageRunner`."""
-        self._hidden_stay, self._tokens_stay = hidden, tokens
+        self._hidden_stay, self._tokens_stay = True, tokens
 
     @torch.inference_mode()
     def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:

@@ -65,7 +65,7 @@ class NodeSurvey:
             "torch_cuda": torch.version.cuda,
             "torch_arches": list(torch.cuda.get_arch_list()),
             "torch_sees": _num_seen(),
-            "shm_bytes": _free_bytes("/dev/shm"),
+            "shm_bytes": shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
         }
 
     def try_gpus(self) -> list[dict[str, Any]]:
@@ -198,7 +198,3 @@ def _copy(source: int, target: int) -> dict[str, Any]:
         "direct": torch.cuda.can_device_access_peer(source, target),
         "gbps": 8e-9 * _COPY_BYTES / best_s,
     }
-
-
-def _free_bytes(folder: str) -> int | None:
-    return shutil.disk_usage(folder).free if Path(folder).is_dir() else None

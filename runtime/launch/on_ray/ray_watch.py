@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -120,8 +120,7 @@ class Raylet:
 class Heartbeat:
     """The stage's side: ends the process when the driver has not been heard for a while."""
 
-    def __init__(self, end: Callable[[], None] = lambda: os._exit(1)) -> None:
-        self._end = end
+    def __init__(self) -> None:
         self._heard_s = time.monotonic()
         self._limit_s = 0.0
         self._thread: threading.Thread | None = None
@@ -137,4 +136,4 @@ class Heartbeat:
         while time.monotonic() - self._heard_s < self._limit_s:
             time.sleep(BEAT_S / 2)
         _log.error("the driver has not been heard for %.0f s: this stage ends", self._limit_s)
-        self._end()
+        os._exit(1)

@@ -332,7 +332,7 @@ class StageWorker:
             self._compute.warm_up(1, 1)  # what libraries keep per thread
         if not self._worker.leads:
             if self._gpu is not None:  # the first device sends what all of them made
-                self._compute.leave_on_device(hidden=True)
+                self._compute.leave_on_device()
             run_follower(self._compute, self._followed(self._index), self._recorder)
             return
         num_stages = len(self._plan.stages)
@@ -473,7 +473,7 @@ class StageWorker:
             # Speculation's tables are made and read by hosts.
             on_device = self._settings.options.draft_mode is None
             last = self._index == len(self._plan.stages) - 1
-            self._compute.leave_on_device(hidden=True, tokens=on_device and last)
+            self._compute.leave_on_device(tokens=on_device and last)
             return DeviceTransport(self._links, self._sizes(), tokens_on_device=on_device)
         leaders = [rank for rank, worker in enumerate(self._plan.workers) if worker.leads]
         return self._over_hosts(ring=leaders, more=self._more)
