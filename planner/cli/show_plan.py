@@ -95,7 +95,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         if options.method == "all":
             best, compared = _compare(request, problem, options, path)
         else:
-            best, several = _best(request, problem, options, path)
+            best, several = best_answer(request, problem, options, path)
             own = in_own_dtype(request, problem, best, path)
     except DoesNotFitError:
         own = in_own_dtype(request, problem, None, path)
@@ -192,7 +192,7 @@ AGAIN_SHARE = 1 / 12
 """Share of the time in which a pipeline is looked for that is better than the topology found."""
 
 
-def _best(
+def best_answer(
     request: PlanRequest, problem: Problem, options: SolveOptions, path: str | None
 ) -> tuple[Answer, TopologyAnswer | None]:
     """Return the best pipeline, and the best topology where several engines may share the job.

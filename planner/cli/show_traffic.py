@@ -11,7 +11,14 @@ from llmpq.planner.answer import solve_options
 from llmpq.planner.cli.long_search import line_if_long
 from llmpq.planner.cli.own_dtype import instead_of_float32
 from llmpq.planner.cli.report import print_plan, remarks_of
-from llmpq.planner.cli.show_plan import check_outputs, open_console, read_job, say, write_report
+from llmpq.planner.cli.show_plan import (
+    PlanJob,
+    check_outputs,
+    open_console,
+    read_job,
+    say,
+    write_report,
+)
 from llmpq.planner.cli.show_simulation import highest_line, limits_in_words, print_measures
 from llmpq.planner.cli.show_topology import print_topology
 from llmpq.planner.problem.requests import PlanRequest
@@ -45,8 +52,8 @@ OF_A_BATCH = {
 """Fields that are of a batch job, and what they are where they are not given."""
 
 
-def show_traffic(request: PlanRequest) -> None:
-    """Plan for live traffic, check, write `-o`, and print."""
+def traffic_job(request: PlanRequest) -> tuple[PlanJob, NamedTraffic, TrafficObjective]:
+    """Return what to plan, for which traffic, and what is best of it."""
     _check(request)
     traffic = named_traffic(request)
     objective = _objective(request, traffic)
@@ -69,6 +76,12 @@ def show_traffic(request: PlanRequest) -> None:
             f"the traffic has requests of {lengths.longest:,} tokens, prompt and answer together, "
             f"and {job.problem.spec.name} has {most:,} positions: leave those out of it"
         )
+    return job, traffic, objective
+
+
+def show_traffic(request: PlanRequest) -> None:
+    """Plan for live traffic, check, write `-o`, and print."""
+    job, traffic, objective = traffic_job(request)
     doing = f"planning engines and simulating them under {len(traffic.arrivals)} requests"
     with line_if_long(doing, job.options.time_limit_s):
         found = search_traffic(job.problem, job.options, job.path, traffic, objective)

@@ -110,6 +110,10 @@ class EnginePlanner:
             plan = checked_plan(valued, solved.outcome, self.path, options.prefer)
         except (DoesNotFitError, Unfinished):
             return None
+        return self.engine_of(plan, step_tokens)
+
+    def engine_of(self, plan: Plan, step_tokens: int) -> EnginePlan | None:
+        """Return what an engine of this plan keeps up; None where nothing within the limits."""
         whole = self.problem.cluster
         plan = plan.model_copy(
             update={"cluster": ClusterRef(name=whole.name, fingerprint=whole.fingerprint())}

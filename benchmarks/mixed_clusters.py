@@ -1,0 +1,464 @@
+"""Is the best topology ever beaten by a simple one? Thirty mixed clusters, batches and traces.
+
+    python benchmarks/mixed_clusters.py aiconfigurator_core-0.12.0-....whl
+    python benchmarks/mixed_clusters.py WHEEL --cases 0,7 --jobs 16,azure_2023_conv
+
+Costs of A100, H100, H200 and L40S are AIConfigurator's tables (pip download --no-deps
+aiconfigurator-core), other cards' the roofline. Jobs: 1, 16 or 256 requests of 512 + 128 tokens for
+most tokens/s, or the first 100 requests of a trace for the highest rate within limits; at a loss of
+0, 0.1 or 1 at most. Beside `llmpq-algo`'s answer stand, valued by the same model, of traces by the
+simulator: the best card, an engine on every card, one pipeline by the whole search of one, the best
+even tensor parallel, and water-filling (layers in proportion to cards' rates, as far as they have
+room, one precision, the best micro-batches).
+
+Rows of `results/mixed_clusters.jsonl`: value = the best of these over the answer, in tokens/s or
+requests/s: above 1 the answer was beaten. A job that has its row at this commit is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lib.rows import RESULTS, commit, write_row
+
+from llmpq.cost_model import CostModel
+from llmpq.errors import DoesNotFitError
+from llmpq.planner.answer import answer, checked_plan
+from llmpq.planner.baselines.uniform import by_precision
+from llmpq.planner.cli.show_plan import best_answer, read_job
+from llmpq.planner.cli.show_traffic import traffic_job
+from llmpq.planner.costs.aiconfigurator import SystemTables, read_tables
+from llmpq.planner.evaluate.fits import fits, spare_bytes
+from llmpq.planner.evaluate.objective import job_time
+from llmpq.planner.problem.make_problem import make_problem
+from llmpq.planner.problem.named_inputs import read_model
+from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.plan_search import variants_with_room
+from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
+from llmpq.planner.traffic.named_traffic import NamedTraffic
+from llmpq.planner.traffic.rates import highest_rate
+from llmpq.planner.traffic.steady_state import MeanLengths
+from llmpq.planner.traffic.traffic_search import REQUESTS_AT_ONCE, STEP_TOKENS, search_traffic
+
+FILE = "mixed_clusters.jsonl"
+TRACES = Path(__file__).parent / "data" / "traces"
+SYSTEMS = {"a100-80gb": "a100_sxm", "h100": "h100_sxm", "h200": "h200_sxm", "l40s": "l40s"}
+HALF_ONLY = ("t4", "v100")
+"""Cards without bfloat16."""
+BUDGETS = (0.0, 0.1, 1.0)
+BATCHES = ("1", "16", "256")
+LIMITS = {
+    "azure_2023_conv": (2.0, 0.1),
+    "azure_2023_code": (4.0, 0.2),
+    "mooncake_conversation": (30.0, 0.2),
+}
+"""Seconds of the first token and of each further one."""
+REQUESTS = 100
+CLUSTERS: tuple[tuple[str, str], ...] = (
+    ("4090, 3060", "llama-3.1-8b"),
+    ("3090:2, 3060", "qwen3-14b"),
+    ("5090, 3090", "qwen3-14b"),
+    ("5090, 4090, 3090, 3060", "qwen3-32b"),
+    ("4090:2, 3090:2", "gemma-3-27b"),
+    ("t4:4", "llama-3.1-8b"),
+    ("v100:2, t4:2", "qwen3-14b"),
+    ("l40s, 4090", "qwen3-30b-a3b"),
+    ("l40s:2, 3090:2", "qwen3-32b"),
+    ("a100-80gb, 3090:2", "qwen3-32b"),
+    ("a100-80gb:2 | 4090:4", "llama-3.1-70b"),
+    ("h100, a100-80gb", "qwen3-32b"),
+    ("h100:2, l40s:2", "llama-3.1-70b"),
+    ("h100 | l40s:4", "mixtral-8x7b"),
+    ("h200, h100", "llama-3.1-70b"),
+    ("h200 | 4090:2", "qwen3-30b-a3b"),
+    ("h200:2, a100-80gb:2", "qwen2.5-72b"),
+    ("3090:4", "qwen3-30b-a3b"),
+    ("3090:8", "mixtral-8x7b"),
+    ("5090:2, 3090:4", "qwen3-32b"),
+    ("4090:4 | 3090:4", "llama-3.1-70b"),
+    ("v100:4 | t4:4", "qwen3-32b"),
+    ("a100-80gb:4, l40s:4", "mixtral-8x7b"),
+    ("h100:4 | a100-80gb:4", "llama-3.1-70b"),
+    ("l40s:8", "qwen2.5-72b"),
+    ("h200:2 | h100:4 | a100-80gb:4", "qwen2.5-72b"),
+    ("3060:4, t4:2", "llama-3.1-8b"),
+    ("5090:4 | 4090:4 | 3090:4", "gemma-3-27b"),
+    ("a100-80gb:4 | v100:8 | t4:4", "qwen3-32b"),
+    ("h100:8 | l40s:8", "qwen3-30b-a3b"),
+)
+"""Cards of each node (nodes are parted by |), and a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedCase:
+    """A cluster, a model and a job."""
+
+    number: int
+    job: str
+    costs: str | None
+    cluster: str
+
+    @property
+    def request(self) -> PlanRequest:
+        """What `llmpq-algo` is asked."""
+        cards, model = CLUSTERS[self.number]
+        common = {
+            "model": model,
+            "cluster": self.cluster,
+            "costs": self.costs,
+            "dtype": dtype_of(cards),
+            "quality_budget": self.budget,
+        }
+        if self.job in BATCHES:
+            return PlanRequest(batch=int(self.job), prompt_len=512, gen_len=128, **common)
+        ttft, tpot = LIMITS[self.job]
+        trace = str(TRACES / f"{self.job}.csv")
+        limits: dict[str, Any] = {"rate": "max", "ttft": ttft, "tpot": tpot}
+        return PlanRequest(trace=trace, requests=REQUESTS, **limits, **common)
+
+    @property
+    def budget(self) -> float:
+        """The loss allowed."""
+        jobs = (*BATCHES, *LIMITS)
+        return BUDGETS[(self.number + jobs.index(self.job)) % len(BUDGETS)]
+
+
+def dtype_of(cards: str) -> str:
+    """Return the 16-bit floats that all cards have."""
+    return "float16" if any(name in HALF_ONLY for name, _ in listed(cards)) else "bfloat16"
+
+
+def listed(cards: str) -> Iterator[tuple[str, int]]:
+    """Yield the cards of a cluster and how many there are."""
+    for part in cards.replace("|", ",").split(","):
+        name, _, count = part.strip().partition(":")
+        yield name, int(count or 1)
+
+
+def write_cluster(cards: str, path: Path) -> None:
+    """Write a cluster's file: PCIe within a node, 25 Gb/s between nodes."""
+    nodes = [
+        {
+            "name": f"n{k}",
+            "devices": [{"kind": kind, "count": count} for kind, count in listed(node)],
+        }
+        for k, node in enumerate(cards.split("|"))
+    ]
+    links = {
+        "within_node": {"gbps": 128, "latency_us": 15},
+        "between_nodes": {"gbps": 25, "latency_us": 50},
+    }
+    path.write_text(yaml.safe_dump({"schema": 1, "name": cards, "nodes": nodes, "links": links}))
+
+
+def write_costs(cards: str, model: str, wheel: Path, path: Path) -> bool:
+    """Write the tables of the cards that have some; whether there are any."""
+    dtype, found = dtype_of(cards), list[CostModel]()
+    spec = read_model(PlanRequest(model=model)).spec
+    for name, _ in listed(cards):
+        if name in SYSTEMS:
+            kinds = {"a100-80gb": "A100-80GB", "h100": "H100-SXM", "h200": "H200", "l40s": "L40S"}
+            tables = SystemTables(wheel, SYSTEMS[name], None)
+            found.append(read_tables(tables, spec, kinds[name], dtype))  # type: ignore[arg-type]
+    for more in found[1:]:
+        found[0] = found[0].merged(more)
+    if found:
+        found[0].save_json(path)
+    return bool(found)
+
+
+def water_filled(p: Problem, options: SolveOptions) -> tuple[Problem, Assignment] | None:
+    """Return layers in proportion to all cards' rates, moved only for want of room; the fastest."""
+    found: list[tuple[float, Problem, Assignment]] = []
+    for own in variants_with_room(p, options):
+        order = [c for c, cls in enumerate(own.classes) for _ in cls.devices]
+        specs = [own.classes[c].first.spec for c in order]
+        for rates in ([s.mem_gbps for s in specs], [s.fp16_tflops for s in specs]):
+            for b in by_precision(own, options.budget):
+                for eta, xi in own.pairs:
+                    a = _moved_for_room(own, _in_proportion(own, order, rates, b, eta, xi))
+                    if a is not None:
+                        found.append((job_time(own, a).total_s, own, a))
+    return None if not found else min(found, key=lambda one: one[0])[1:]
+
+
+def _in_proportion(
+    p: Problem, order: Sequence[int], rates: Sequence[float], b: int, eta: int, xi: int
+) -> Assignment:
+    ends = [round(p.num_layers * sum(rates[:j]) / sum(rates)) for j in range(len(order) + 1)]
+    return _cut(order, p.nearest_cuts(ends), b, eta, xi)
+
+
+def _cut(order: Sequence[int], ends: Sequence[int], b: int, eta: int, xi: int) -> Assignment:
+    stages = tuple(
+        Stage(cls=c, start=low, end=high, choices=(b,) * (high - low))
+        for c, low, high in zip(order, ends, ends[1:], strict=False)
+        if high > low
+    )
+    return Assignment(prefill_microbatch=eta, decode_microbatch=xi, stages=stages)
+
+
+def _moved_for_room(p: Problem, a: Assignment) -> Assignment | None:
+    """Move layers, one by one, from the stage that lacks most to the one with most room."""
+    b = a.stages[0].choices[0]
+    for _ in range(4 * p.num_layers):
+        if fits(p, a):
+            return a
+        spare = [spare_bytes(p, a, k) for k in range(len(a.stages))]
+        worst, best = spare.index(min(spare)), spare.index(max(spare))
+        if spare[worst] >= 0 or spare[best] <= 0:
+            return None
+        sizes = [stage.end - stage.start for stage in a.stages]
+        sizes[worst], sizes[best] = sizes[worst] - 1, sizes[best] + 1
+        ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
+        order = [stage.cls for stage in a.stages]
+        a = _cut(order, p.nearest_cuts(ends), b, a.prefill_microbatch, a.decode_microbatch)
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """What the answer gives, what the simple ways give, and what it took to find."""
+
+    ours: float
+    others: dict[str, float]
+    seconds: float
+    cpu_s: float
+    engines: int
+
+
+def of_batch(case: MixedCase) -> Compared:
+    """Plan a batch job; speeds are tokens/s."""
+    request = case.request
+    start, used = time.perf_counter(), cpu_seconds()
+    job = read_job(request)
+    best, found = best_answer(request, job.problem, job.options, job.path)
+    seconds, cpu_s = time.perf_counter() - start, cpu_seconds() - used
+    p, options = job.problem, job.options
+    tokens = p.workload.batch * p.workload.gen_len
+    times: dict[str, float] = {}
+    own_s = job_time(best.problem, best.outcome.assignment).total_s
+    engines = 1
+    if found is not None and found.topology is not None:
+        engines = len(found.topology.engines)
+        own_s = found.found.value
+    if found is not None:
+        for name, key in (("card", "card"), ("even TP", "shared"), ("each", "each")):
+            one = found.found.simple[key]
+            times |= {} if one is None else {name: one[1]}
+    elif best.problem.max_stages > 1:
+        times |= pipeline_time(p.with_changes(max_devices=1), options, "card")
+    times |= pipeline_time(p, options, "pipeline")
+    filled = water_filled(p, options)
+    if filled is not None:
+        times["water-filling"] = job_time(*filled).total_s
+    return Compared(
+        ours=tokens / own_s,
+        others={name: tokens / one_s for name, one_s in times.items()},
+        seconds=seconds,
+        cpu_s=cpu_s,
+        engines=engines,
+    )
+
+
+def pipeline_time(p: Problem, options: SolveOptions, name: str) -> dict[str, float]:
+    """Return the best pipeline's seconds under a name; nothing where none fits."""
+    try:
+        one = answer(p, options, None)
+    except DoesNotFitError:
+        return {}
+    return {name: job_time(one.problem, one.outcome.assignment).total_s}
+
+
+def of_trace(case: MixedCase) -> Compared:
+    """Plan for a trace; speeds are requests/s within the limits, each engine's by itself."""
+    start, used = time.perf_counter(), cpu_seconds()
+    job, traffic, objective = traffic_job(case.request)
+    try:
+        found = search_traffic(job.problem, job.options, job.path, traffic, objective)
+        ours, engines = found.compared.rate.rate_per_s, len(found.compared.engines)
+    except DoesNotFitError:
+        ours, engines = 0.0, 0
+    seconds, cpu_s = time.perf_counter() - start, cpu_seconds() - used
+    simple = SimpleRates(job.problem, job.options, traffic)
+    each = {cls.first.name: (cls.count, simple.of([cls.first.name])) for cls in job.problem.classes}
+    others = {
+        "card": max(rate for _, rate in each.values()),
+        "each": sum(count * rate for count, rate in each.values()),
+        "pipeline": simple.of([device.name for device in job.problem.cluster.devices]),
+        "water-filling": simple.water_filled(),
+        "even TP": simple.shared(case.request),
+    }
+    others = {name: rate for name, rate in others.items() if rate > 0}
+    return Compared(ours=ours, others=others, seconds=seconds, cpu_s=cpu_s, engines=engines)
+
+
+@dataclass(frozen=True)
+class SimpleRates:
+    """Rates of single engines, by the simulator."""
+
+    problem: Problem
+    options: SolveOptions
+    traffic: NamedTraffic
+
+    @property
+    def planner(self) -> EnginePlanner:
+        """Plans of engines for the traffic's mean lengths."""
+        lengths = MeanLengths.of(self.traffic)
+        return EnginePlanner(self.problem, self.options, None, lengths, self.traffic.limits)
+
+    def of(self, names: Sequence[str]) -> float:
+        """Return the rate of the best plan of one engine, by its steady state, of all tried."""
+        tried = (
+            self.planner.plan(names, requests, tokens)
+            for requests in REQUESTS_AT_ONCE
+            for tokens in STEP_TOKENS[:3]
+        )
+        found = [one for one in tried if one is not None]
+        return self.rate(max(found, key=lambda one: one.steady.rate_per_s)) if found else 0.0
+
+    def rate(self, engine: EnginePlan) -> float:
+        """Return the highest rate of an engine by simulation."""
+        few, limits = self.traffic.arrivals[:64], self.traffic.limits
+        guess = engine.steady.rate_per_s
+        return highest_rate([engine.model], few, limits, guess_per_s=guess).rate_per_s
+
+    def water_filled(self) -> float:
+        """Return the rate of water-filling with the steps and requests that suit it best."""
+        names, found = [device.name for device in self.problem.cluster.devices], list[EnginePlan]()
+        for requests in REQUESTS_AT_ONCE:
+            filled = water_filled(
+                self.planner.job(names, requests, STEP_TOKENS[0]), replace(self.options, kvs=())
+            )
+            if filled is None:
+                continue
+            outcome = Outcome(
+                method="uniform", status="baseline", assignment=filled[1], value=0.0, bound=None,
+                seconds=0.0,
+            )  # fmt: skip
+            own = checked_plan(filled[0].with_changes(theta=0.0), outcome, None)
+            engine = self.planner.engine_of(own, STEP_TOKENS[0])
+            found += [] if engine is None else [engine]
+        return self.rate(max(found, key=lambda one: one.steady.rate_per_s)) if found else 0.0
+
+    def shared(self, request: PlanRequest) -> float:
+        """Return the rate of even tensor parallel over all cards of the one node."""
+        number = len(self.problem.cluster.devices)
+        try:
+            p, _, _ = make_problem(
+                replace(
+                    request,
+                    objective="makespan",
+                    trace=None,
+                    prompt_len=512,
+                    gen_len=100,
+                    tensor_parallel=str(number),
+                )
+            )
+        except (ValueError, DoesNotFitError):
+            return 0.0
+        names = [device.name for device in p.cluster.devices]
+        return SimpleRates(p, self.options, self.traffic).of(names) if len(names) == 1 else 0.0
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and its children."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, kinds))
+
+
+def run(case: MixedCase) -> None:
+    """Compare one job and write its row."""
+    cards, model = CLUSTERS[case.number]
+    batch = case.job in BATCHES
+    try:
+        found = of_batch(case) if batch else of_trace(case)
+    except DoesNotFitError:
+        print(f"{case.number} {cards}, {model}, {case.job}: nothing fits", flush=True)
+        return
+    best = max(found.others, key=lambda name: found.others[name], default="")
+    ratio = found.others[best] / found.ours if best and found.ours else math.inf if best else 0.0
+    write_row(
+        FILE,
+        bench="mixed_clusters",
+        case={
+            "number": case.number,
+            "cards": cards,
+            "model": model,
+            "job": case.job,
+            "budget": case.budget,
+            "engines": found.engines,
+        },
+        unit="x",
+        samples=[ratio if math.isfinite(ratio) else 1e9],
+        noisy=os.getloadavg()[0] > (os.cpu_count() or 1),
+        baselines={
+            "ours": found.ours,
+            **found.others,
+            "seconds": found.seconds,
+            "cpu_s": found.cpu_s,
+        },
+    )
+    speeds = ", ".join(f"{name} {speed:.4g}" for name, speed in found.others.items())
+    print(
+        f"{case.number} {cards}, {model}, {case.job}, loss {case.budget:g}: {ratio:.4f} "
+        f"({found.engines} engines {found.ours:.4g}; {speeds}), {found.seconds:.1f} s, "
+        f"{found.cpu_s:.1f} CPU{'  WORSE' if ratio > 1 + 1e-6 else ''}",
+        flush=True,
+    )
+
+
+def done() -> set[tuple[int, str]]:
+    """Return the jobs that have their row at this commit."""
+    path, now = RESULTS / FILE, commit()
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {(r["case"]["number"], r["case"]["job"]) for r in rows if r["commit"] == now}
+
+
+def main() -> None:
+    """Run what the flags say."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("wheel", type=Path, help="AIConfigurator's tables")
+    parser.add_argument("--cases", help="numbers of clusters, such as 0,7 (default: all)")
+    parser.add_argument("--jobs", default=",".join((*BATCHES, *LIMITS)), help="%(default)s")
+    args = parser.parse_args()
+    numbers = range(len(CLUSTERS)) if args.cases is None else map(int, args.cases.split(","))
+    known = done()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in numbers:
+            jobs = [job for job in args.jobs.split(",") if (number, job) not in known]
+            if not jobs:
+                continue
+            cards, model = CLUSTERS[number]
+            cluster, costs = Path(folder) / f"{number}.yaml", Path(folder) / f"{number}.json"
+            write_cluster(cards, cluster)
+            measured = write_costs(cards, model, args.wheel, costs)
+            for job in jobs:
+                run(
+                    MixedCase(
+                        number=number,
+                        job=job,
+                        costs=str(costs) if measured else None,
+                        cluster=str(cluster),
+                    )
+                )
+
+
+if __name__ == "__main__":
+    main()
