@@ -116,7 +116,7 @@ class MixedCase:
     def request(self) -> PlanRequest:
         """What `llmpq-algo` is asked."""
         cards, model = CLUSTERS[self.number]
-        common = {
+        common: dict[str, Any] = {
             "model": model,
             "cluster": self.cluster,
             "costs": self.costs,

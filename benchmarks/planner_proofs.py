@@ -3,12 +3,15 @@
     python benchmarks/planner_proofs.py same --from 0 --to 5000      exact = brute force
     python benchmarks/planner_proofs.py stopped --from 0 --to 2000   no bound above the optimum
     python benchmarks/planner_proofs.py more --from 0 --to 300       more to choose from is no worse
+    python benchmarks/planner_proofs.py topologies --from 0 --to 2000   engines, shared stages
 
 `same` and `stopped` draw small problems (reference/random_cases.py) and value every plan there
 is; `stopped` ends the search at a random moment. `more` takes problems of real size
 (odd_problems.py) and adds a device, memory, or a precision: where both are proven the
 larger problem's plan must not be slower beyond the gap, else it must be within its own stated gap
-of the smaller problem's value.
+of the smaller problem's value. `topologies` values all groupings of two or three cards into engines
+and shared stages (reference/all_topologies.py) beside the answer of the command, whose certificate
+must be accepted, and refused with one number or word of it or of the plan changed.
 
 One row a block of seeds: `planner_proofs`, value = cases that failed, each told on stderr with its
 seed. A block that has its row at this commit is not run again.
@@ -17,27 +20,42 @@ seed. A block that has its row at this commit is not run again.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import random
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from lib.rows import RESULTS, commit, write_row
 from odd_problems import larger_pair
 
 from llmpq.errors import DoesNotFitError, LlmpqError
+from llmpq.plan import Plan
 from llmpq.planner.answer import Answer, answer
+from llmpq.planner.check.verify import Refused, verify
+from llmpq.planner.cli.certificates import (
+    certificate_path,
+    write_certificate,
+    write_topology_certificate,
+)
+from llmpq.planner.cli.show_plan import best_answer
 from llmpq.planner.evaluate.simulator import replay
 from llmpq.planner.problem.outcome import Unfinished
+from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
+from llmpq.topology import Topology
 from reference.all_plans import best_of_all
+from reference.all_topologies import best_topology_of_all, shared_problem
 from reference.random_cases import RandomCase, random_case
 
 FILE = "planner.jsonl"
-BLOCKS = {"same": 250, "stopped": 250, "more": 25}
+BLOCKS = {"same": 250, "stopped": 250, "more": 25, "topologies": 100}
 SAME = 1e-6
 """Relative difference up to which two objectives are equal."""
 ROUNDING = 1e-9
@@ -162,7 +180,83 @@ def more(seed: int, time_limit_s: float) -> Tally:
     return tally
 
 
-PARTS: dict[str, Callable[[int, float], Tally]] = {"same": same, "stopped": stopped, "more": more}
+def topologies(seed: int, _: float) -> Tally:
+    """Compare the command's answer with brute force; check its certificate, and a changed one."""
+    tally, p = Tally(), shared_problem(seed)
+    best = best_topology_of_all(p)
+    request, options = PlanRequest(model=p.spec.name), SolveOptions(gap=1e-9, kvs=(p.kv,))
+    start = time.perf_counter()
+    try:
+        pipeline, found = best_answer(request, p, options, None)
+    except DoesNotFitError as error:
+        if math.isfinite(best):
+            tally.failures.append(f"says {error}, the optimum is {best:.9g}")
+        return tally
+    tally.compared, value, bound = 1, pipeline.outcome.value, pipeline.outcome.bound or 0.0
+    plan: Plan | Topology = pipeline.plan
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/plan.json"
+        if found is not None and found.topology is not None:
+            gain = found.found.gain
+            value, bound, plan = found.found.value * gain, found.found.bound * gain, found.topology
+            if found.single is not None:
+                plan = found.single.plan
+                write_certificate(path, found.single, options)
+            else:
+                write_topology_certificate(path, plan, found, p, options, None)
+        else:
+            bound = bound if found is None else found.found.bound * found.found.gain
+            write_certificate(path, pipeline, options)
+        made = json.loads(certificate_path(path).read_text())
+    tally.seconds = time.perf_counter() - start
+    if not best * (1 - SAME) <= value <= best * (1 + TOPOLOGY_GAP + SAME):
+        tally.failures.append(f"value {value:.9g}, the optimum is {best:.9g}")
+    if bound > best * (1 + ROUNDING):
+        tally.failures.append(f"bound {bound:.9g}, the optimum is {best:.9g}")
+    tally.proven = int(bound >= value * (1 - TOPOLOGY_GAP - SAME))
+    pair = json.loads(plan.dump_json()), made
+    try:
+        verify(*pair)
+    except Refused as error:
+        tally.failures.append(f"certificate: {error}")
+    try:
+        verify(*changed(random.Random(seed), pair))
+    except (Refused, LookupError, TypeError, ValueError):
+        return tally
+    tally.failures.append("a changed plan or certificate is accepted")
+    return tally
+
+
+def changed(rng: random.Random, pair: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return a plan and its certificate with one value of either changed."""
+    whole = copy.deepcopy(pair)
+    inner, key = rng.choice(list(_leaves(rng.choice(whole))))
+    value = inner[key]
+    if isinstance(value, bool):
+        inner[key] = not value
+    elif isinstance(value, int):
+        inner[key] = value + rng.choice([-1, 1, 7])
+    elif isinstance(value, float):
+        inner[key] = value * rng.choice([0.5, 0.999, 1.001, 2.0]) + 1e-9
+    else:
+        inner[key] = f"{value}x"
+    return whole
+
+
+def _leaves(data: Any) -> Iterator[tuple[Any, Any]]:
+    for key, inner in data.items() if isinstance(data, dict) else enumerate(data):
+        if isinstance(inner, dict | list):
+            yield from _leaves(inner)
+        else:
+            yield data, key
+
+
+PARTS: dict[str, Callable[[int, float], Tally]] = {
+    "same": same,
+    "stopped": stopped,
+    "more": more,
+    "topologies": topologies,
+}
 
 
 def run_block(part: str, low: int, high: int, time_limit_s: float) -> int:

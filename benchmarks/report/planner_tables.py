@@ -50,7 +50,7 @@ class ProofsTable:
         """Return the table as Markdown."""
         rows = load("planner.jsonl", "planner_proofs", {})
         body = []
-        for part in ("same", "stopped", "more"):
+        for part in ("same", "stopped", "more", "topologies"):
             mine = [row for row in rows if row["case"]["part"] == part]
             newest = _clean(mine[-1]) if mine else ""
             blocks = {r["case"]["seeds"]: r for r in mine if _clean(r) == newest}
@@ -66,6 +66,53 @@ class ProofsTable:
                 ]
             )
         return markdown(("part", "seeds", "with a plan", "proven", "failed", "commit"), body)
+
+
+MIXED = ("card", "each", "pipeline", "even TP", "water-filling")
+"""The simple ways beside an answer, as rows of mixed clusters name them."""
+
+
+class MixedTable:
+    """The best topology of mixed clusters beside simple ones, as ratios; the newest row of each."""
+
+    def render(self) -> str:
+        """Return the table as Markdown."""
+        rows = load("mixed_clusters.jsonl", "mixed_clusters", {})
+        found = {(row["case"]["number"], row["case"]["job"]): row for row in rows}
+        newest = [found[key] for key in sorted(found)]
+        seconds, cpu_s = (
+            sorted(row["baselines"][name] for row in newest) for name in ("seconds", "cpu_s")
+        )
+        head = ("cards", "model", "job", "loss", "engines", "answer", *MIXED, "s (CPU s)")
+        worse = sum(row["value"] > 1 + WORSE for row in newest)
+        commits = ", ".join(dict.fromkeys(_clean(row) for row in newest))
+        clusters = len({number for number, _ in found})
+        told = [
+            f"{len(newest)} jobs on {clusters} clusters, {worse} beaten.",
+            *(
+                f"{name}: p50 {own[len(own) // 2]:.1f} s, largest {own[-1]:.1f} s."
+                for name, own in (("Solved in", seconds), ("CPU", cpu_s))
+                if own
+            ),
+            f"Commits: {commits}.",
+        ]
+        return f"{markdown(head, [_mixed_line(row) for row in newest])}\n\n{' '.join(told)}"
+
+
+def _mixed_line(row: Row) -> list[str]:
+    case, base = row["case"], row["baselines"]
+    unit = "tokens/s" if case["job"].isdecimal() else "requests/s"
+    others = [f"{base['ours'] / base[name]:.2f}x" if base.get(name) else "-" for name in MIXED]
+    return [
+        case["cards"].replace("|", "+"),
+        case["model"],
+        case["job"],
+        f"{case['budget']:g}",
+        str(case["engines"]),
+        f"{base['ours']:.4g} {unit}",
+        *others,
+        f"{base['seconds']:.1f} ({base['cpu_s']:.1f})",
+    ]
 
 
 ABLATION_HEAD = (

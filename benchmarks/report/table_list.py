@@ -6,7 +6,7 @@ from report.configs_table import ConfigsTable
 from report.front_table import FrontTable
 from report.kills_tables import CommandsTable, PausesTable, ReplanTable
 from report.live_table import LiveTable
-from report.planner_tables import AblationTable, OddTable, ProofsTable
+from report.planner_tables import AblationTable, MixedTable, OddTable, ProofsTable
 from report.table_cells import (
     Pivot,
     beside_predicted,
@@ -45,6 +45,7 @@ TABLES: dict[
     | FrontTable
     | LiveTable
     | OddTable
+    | MixedTable
     | ProofsTable
     | AblationTable
     | PausesTable
@@ -304,6 +305,7 @@ TABLES: dict[
     ),
     "planner_ablation": AblationTable(),
     "odd_clusters": OddTable(),
+    "mixed_clusters": MixedTable(),
     "planner_proofs": ProofsTable(),
     "planner": Pivot(
         file="planner.jsonl",

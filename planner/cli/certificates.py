@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,15 +62,18 @@ def write_topology_certificate(
 ) -> str | None:
     """Do so of a written plan of several engines; `exactly`: how many were to be there."""
     from llmpq.planner.solving.certificate import topology_certificate
+    from llmpq.planner.solving.device_groups import with_places
     from llmpq.planner.solving.engine_floors import engine_variants
 
-    if any(stage.shares for stage in topology.stages):
-        return None  # the proof knows devices alone
+    bounded = found.found
+    if any(stage.shares for stage in topology.stages):  # the proof is of these groups
+        problem = with_places(problem, [one.places for one in bounded.engines], options.kvs)
+        bounded = replace(bounded, bound=bounded.value, most=())
     engines = [(own.problem, own.outcome.assignment) for own in found.plans]
     variants = engine_variants(problem, options.kvs)
     priced = problem.with_changes(theta=topology.solver.theta)
     try:
-        proofs = engine_proofs_in_child(priced, options, found.found)
+        proofs = engine_proofs_in_child(priced, options, bounded)
         data = topology_certificate(
             topology, problem, engines, variants, options.budget, proofs, exactly
         )
@@ -93,8 +97,7 @@ def verify_file(request: VerifyRequest) -> None:
     if not path.exists():
         raise ValueError(
             f"'{path}' is not there: llmpq-algo -o writes it beside a plan of --method exact and "
-            "--objective makespan without drafts, of several engines if they share no stages; plan "
-            "again, or name it with --certificate"
+            "--objective makespan without drafts; plan again, or name it with --certificate"
         )
     certificate: Any = read_json(path)
     try:
@@ -116,7 +119,9 @@ def verified_lines(name: str, plan: dict[str, Any], found: Verified) -> list[str
     if any(stage.get("shares") for stage in plan.get("stages", ())):
         what = "plan of these devices, grouped as they are,"
     if "engines" in plan:
-        what = "grouping of these devices into engines (stages of one device, 4 waves at most)"
+        shared = any(s.get("shares") for one in plan["engines"] for s in one["plan"]["stages"])
+        stages = "the groups that share stages as they are" if shared else "stages of one device"
+        what = f"grouping of these devices into engines ({stages}, 4 waves at most)"
     lines = [
         f"{name}: {of}every layer once, at bits that it may have, within memory",
         f"value {found.value:.6g} s, as its costs give it"

@@ -22,7 +22,6 @@ from llmpq.planner.cli.show_plan import (
 from llmpq.planner.cli.show_simulation import highest_line, limits_in_words, print_measures
 from llmpq.planner.cli.show_topology import print_topology
 from llmpq.planner.problem.requests import PlanRequest
-from llmpq.planner.solving.device_groups import may_group
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.steady_state import MeanLengths
 from llmpq.planner.traffic.traffic_search import (
@@ -35,9 +34,6 @@ from llmpq.planner.traffic.traffic_search import (
 from llmpq.topology import Topology
 from llmpq.units import shown_loss
 
-NO_GROUPS = (
-    "stages that devices share are not searched for live traffic; --tensor-parallel N plans them"
-)
 OF_A_BATCH = {
     "pareto": False,
     "pin": (),
@@ -68,7 +64,6 @@ def traffic_job(request: PlanRequest) -> tuple[PlanJob, NamedTraffic, TrafficObj
     job = read_job(of_means)
     problem, notes = instead_of_float32(of_means, job.problem, job.notes)
     options = solve_options(of_means, problem.cluster)
-    notes = [*notes, NO_GROUPS] if options.groups and may_group(problem) else notes
     job = replace(job, problem=problem, notes=notes, options=options)
     most = job.problem.spec.max_positions
     if lengths.longest > most:
@@ -156,7 +151,9 @@ def traffic_lines(
         f"(longest {prompts[-1]:,}), answers of {sum(outputs) / rows:,.0f} (longest "
         f"{outputs[-1]:,})",
         f"engines: {_engines(best)}",
-        highest_line(best.rate.rate_per_s, traffic),
+        highest_line(best.rate.rate_per_s, traffic)
+        if found.simulated
+        else _of_a_steady_state(best, traffic),
     ]
     if objective == "rate":
         lines.append("engines by themselves, their rates added, for comparison:")
@@ -170,10 +167,17 @@ def traffic_lines(
             f"{_gives(quick, objective)}, quality loss {shown_loss(quick.loss)} instead of "
             f"{shown_loss(best.loss)}"
         )
-    names = {"card": "best single card", "pipeline": "one pipeline", "replicas": "replicas"}
+    names = {
+        "card": "best single card",
+        "pipeline": "one pipeline",
+        "shared": "even tensor parallel",
+        "replicas": "replicas",
+    }
     for key, name in names.items():
         one = found.beside.get(key)
-        if one is None:
+        if one is None and key in found.beside:
+            lines.append(f"{name}: not simulated before --time-limit ended the search")
+        elif one is None:
             if key == "card" or len(found.beside) > 1:
                 lines.append(f"{name}: none fits and keeps the limits")
         elif one.engines == best.engines:
@@ -185,12 +189,25 @@ def traffic_lines(
     return lines
 
 
+def _of_a_steady_state(best: Valued, traffic: NamedTraffic) -> str:
+    """Return what is known of the highest rate where the time was too short for a simulation."""
+    served, limits = best.served, limits_in_words(traffic.limits)
+    kept = f", with {served.attained:.0%} of {served.requests} requests within {limits}"
+    return (
+        "highest rate: not found before --time-limit ended the search; in a steady state "
+        f"{best.rate.rate_per_s:.3g} requests/s{kept if limits else ''}"
+    )
+
+
 def _engines(valued: Valued) -> str:
     """Return engines in words: devices, requests at once, tokens of a step, KV bits."""
     words: list[str] = []
     for one in valued.engines:
         plan = one.plan
-        devices = " + ".join(_counted([stage.kind for stage in plan.stages]))
+        shared = [place.kind for stage in plan.stages if stage.shares for place in stage.members]
+        alone = [stage.kind for stage in plan.stages if not stage.shares]
+        words_of = _counted(alone) + [f"{one} in tensor parallel" for one in _counted(shared)]
+        devices = " + ".join(words_of)
         words.append(
             f"{devices} ({plan.workload.batch} requests at once, steps of {one.step_tokens} "
             f"tokens, {plan.workload.kv.bits}-bit KV)"

@@ -254,7 +254,7 @@ def _room_of_members(
     """
     rooms = []
     for index, device in enumerate(group.joined):
-        member = Member(spec=p.spec, shares=group.shares, index=index)
+        member, part = _member(p, group.shares, index)
         first, last = ends[0], ends[1] and index == 0
         on_gpu = not device.spec.is_cpu
         fixed = (
@@ -280,16 +280,16 @@ def _room_of_members(
                 unpacks=unpacks_prompts(device.spec, p.choices, p.quantization),
             )
         )
-        rooms.append((device.limit_bytes - fixed) / _part_of(p, member))
+        rooms.append((device.limit_bytes - fixed) / part)
     return math.floor(min(rooms))
 
 
-def _part_of(p: Problem, member: Member) -> float:
-    """Return the largest share that a member has of a layer's weights, or of its KV."""
-    key = (member.shares, member.index)
-    if key not in p.parts_of_members:
-        p.parts_of_members[key] = _largest_part(p, member)
-    return p.parts_of_members[key]
+def _member(p: Problem, shares: tuple[int, ...], index: int) -> tuple[Member, float]:
+    """Return a member, and the largest share that it has of a layer's weights, or of its KV."""
+    if (shares, index) not in p.parts_of_members:
+        member = Member(spec=p.spec, shares=shares, index=index)
+        p.parts_of_members[shares, index] = member, _largest_part(p, member)
+    return p.parts_of_members[shares, index]
 
 
 def _largest_part(p: Problem, member: Member) -> float:

@@ -44,6 +44,7 @@ from llmpq.planner.problem.numbers import (
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
 from llmpq.sizes.pool_size import planned_pool, window_step_tokens
+from llmpq.tensor_parallel import Member
 from llmpq.workload import CHUNK_TOKENS, Workload, chunk_tokens, num_chunks
 
 Objective = Literal["makespan", "paper"]
@@ -377,8 +378,8 @@ class Problem:
         return self
 
     @cached_property
-    def parts_of_members(self) -> dict[tuple[tuple[int, ...], int], float]:
-        """By shares and number, what a device of a group has of a layer's bytes at most."""
+    def parts_of_members(self) -> dict[tuple[tuple[int, ...], int], tuple[Member, float]]:
+        """By shares and number, a device of a group, and what it has of a layer's bytes at most."""
         return {}
 
     @cached_property

@@ -39,6 +39,7 @@ from llmpq.planner.solving.engine_floors import engine_variants
 from llmpq.planner.solving.engine_prices import GRID, MOST_SIZES
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import variants_with_room
+from llmpq.planner.solving.topology_search import KnownPipeline, TopologySearch
 from llmpq.topology import Topology
 
 SHRUNK = 1 - 1e-12
@@ -131,10 +132,15 @@ def engine_proofs(
 ) -> list[dict[str, Any]]:
     """Return proofs that engines take `aim` seconds or more for a row more than they may do below.
 
-    `most`: those rows, of engines given as counts of devices of each class. None where they are too
-    many, or where layers differ.
+    `most`: those rows, of engines given as counts of devices of each class; where there are none,
+    the largest value and rows that bounds of engines show. No proofs where engines are too many, or
+    where layers differ.
     """
     rows = p.workload.batch
+    if not most:
+        search = TopologySearch(p, options, known=KnownPipeline(value=aim))
+        aim = search.bound()
+        most = search.most_of_each(aim)
     bounding = [
         (v, n)
         for v, n in most

@@ -253,3 +253,13 @@ def on_places(p: Problem, places: Sequence[Place], kvs: Sequence[KVPrecision]) -
         for place in places
     ]
     return _among(p, devices, kvs)
+
+
+def with_places(
+    p: Problem, engines: Sequence[Sequence[Place]], kvs: Sequence[KVPrecision]
+) -> Problem:
+    """Return the problem whose devices are grouped as engines have them, and the others alone."""
+    places = [place for own in engines for place in own]
+    grouped = {name for place in places if not isinstance(place, str) for name in place[0]}
+    others = [d.name for d in p.cluster.devices if d.name not in grouped]
+    return on_places(p, [*(one for one in places if not isinstance(one, str)), *others], kvs)

@@ -175,7 +175,7 @@ class TopologySearch:
                 proven = not self._given_up and self.vectors.complete
                 break
             self._try(self._dealt(chosen, below), below)
-        bound = self._target if proven else self._bound()
+        bound = self._target if proven else self.bound()
         return SearchedTopology(
             engines=self.best or (),
             value=self.value,
@@ -328,7 +328,7 @@ class TopologySearch:
             self.best = tuple(named)
             self.value = max(price.value for _, _, price in found)
 
-    def _bound(self) -> float:
+    def bound(self) -> float:
         """Return the largest value found below which engines cannot do all rows, as is proven."""
         if not self.vectors.complete:
             return min(self.prices.floor_of_all(), self.value)

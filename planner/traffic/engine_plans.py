@@ -17,6 +17,9 @@ from llmpq.planner.answer import checked_plan
 from llmpq.planner.front.preference import WEIGHTS, look_around
 from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.solving.count_vectors import Place
+from llmpq.planner.solving.device_groups import on_places
+from llmpq.planner.solving.engine_prices import GROUP_GAIN
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import best_plan
 from llmpq.planner.traffic.simulated import EngineModel
@@ -35,8 +38,13 @@ class EnginePlan:
     model: EngineModel
     steady: SteadyState
     step_tokens: int
-    devices: tuple[str, ...]
-    """That it was planned for; its stages may be on fewer."""
+    places: tuple[Place, ...]
+    """Devices, and groups that share stages, that it was planned for; stages may be on fewer."""
+
+    @property
+    def gain(self) -> float:
+        """How many times better it must be than others: times of shared stages are estimated."""
+        return GROUP_GAIN if any(stage.shares for stage in self.plan.stages) else 1.0
 
     @property
     def loss(self) -> float:
@@ -65,21 +73,22 @@ class EnginePlanner:
         """Return what is largest of the best engine: its rate, by its loss."""
         return math.log(engine.steady.rate_per_s) - self.price * engine.loss
 
-    def job(self, devices: Sequence[str], requests: int, step_tokens: int) -> Problem:
+    def job(self, places: Sequence[Place], requests: int, step_tokens: int) -> Problem:
         """Return the batch job that an engine is planned as."""
         lengths = self.lengths
         mean = lengths.prompt + lengths.output
         scale = max(1.0, lengths.longest / requests / mean)
         prompt = max(1, round(lengths.prompt * scale))
         output = max(1, round(lengths.output * scale + 0.5))
-        own = self.problem.part(devices).with_job(
+        kvs = self.options.kvs or (self.problem.kv,)
+        own = on_places(self.problem, places, kvs).with_job(
             batch=requests, prompt_len=prompt, gen_len=max(output, lengths.longest + 1 - prompt)
             if requests == 1 else output,
         )  # fmt: skip
         return own.with_changes(chunk=min(step_tokens, prompt))
 
     def plan(
-        self, devices: Sequence[str], requests: int, step_tokens: int, *, dearer: float = 1.0
+        self, places: Sequence[Place], requests: int, step_tokens: int, *, dearer: float = 1.0
     ) -> EnginePlan | None:
         """Return the best plan of an engine; None where none fits or none is within the limits.
 
@@ -87,14 +96,14 @@ class EnginePlanner:
         """
         found = []
         for kv in self.options.kvs or (self.problem.kv,):
-            job = self.job(devices, requests, step_tokens).with_job(kv=kv)
+            job = self.job(places, requests, step_tokens).with_job(kv=kv)
             thetas = [job.theta]
             if self.price:  # where such a plan is not within the limits, the quickest may be
                 near, _ = look_around([job.sharing_tables()], self.price)
                 thetas.insert(0, dearer * self.price * near.time_s)
             each = (self._priced(job.with_changes(theta=theta), step_tokens) for theta in thetas)
             best = next((one for one in each if one is not None), None)
-            found += [] if best is None else [replace(best, devices=tuple(devices))]
+            found += [] if best is None else [replace(best, places=tuple(places))]
         return max(found, key=self.worth, default=None)
 
     def _priced(self, job: Problem, step_tokens: int) -> EnginePlan | None:
@@ -122,6 +131,4 @@ class EnginePlanner:
         steady = best_state(model, self.lengths, self.limits)
         if steady is None or model.limits.room < self.lengths.longest:
             return None
-        return EnginePlan(
-            plan=plan, model=model, steady=steady, step_tokens=step_tokens, devices=()
-        )
+        return EnginePlan(plan=plan, model=model, steady=steady, step_tokens=step_tokens, places=())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,9 +41,11 @@ def kept_apart(
     traffic: Sequence[Arrival],
     limits: ServiceLimits,
     rate_per_s: float,
+    *,
+    deadline_s: float = math.inf,
 ) -> bool:
     """Whether requests are within the limits where each is served alone; if not, at no rate."""
-    alone = measured_at(models, traffic, limits, APART * rate_per_s)
+    alone = measured_at(models, traffic, limits, APART * rate_per_s, deadline_s=deadline_s)
     return alone.attained >= ATTAINMENT
 
 
@@ -53,10 +54,12 @@ def measured_at(
     traffic: Sequence[Arrival],
     limits: ServiceLimits,
     rate_per_s: float | None = None,
+    *,
+    deadline_s: float = math.inf,
 ) -> ServiceMeasures:
     """Return how engines serve a traffic, at another rate than its own if one is given."""
     moved = traffic if rate_per_s is None else at_rate(traffic, rate_per_s)
-    return ServiceMeasures.of(simulate(models, moved), limits)
+    return ServiceMeasures.of(simulate(models, moved, deadline_s=deadline_s), limits)
 
 
 def requests_at_once(models: Sequence[EngineModel], traffic: Sequence[Arrival]) -> int:
@@ -83,43 +86,65 @@ def highest_rate(
     repeated to `GENERATIONS` times the requests that run at once, of which the first are left out,
     and no rate counts that is above the one at which requests end in full engines. Found by
     bisection that begins at `guess_per_s`, a guess of that highest rate. `deadline_s`: the time of
-    `time.perf_counter` from which the best rate so far is returned. The measures are of the traffic
-    itself at the rate.
+    `time.perf_counter` from which the best rate so far is returned, or `TimeoutError` is raised
+    where none was found. The measures are of the traffic itself at the rate.
     """
     if limits.ttft_s is None and limits.tpot_s is None:
-        at_once = measured_at(models, traffic, limits, math.inf)
+        at_once = measured_at(models, traffic, limits, math.inf, deadline_s=deadline_s)
         return RateFound(rate_per_s=at_once.requests_per_s, measures=at_once)
-    running = requests_at_once(models, traffic)
-    long = repeated(traffic, GENERATIONS * running)
-    most = _full_rate(models, long, running)
-    rate = most if guess_per_s is None else min(most, guess_per_s)
-    low, high = 0.0, math.inf
-    for tries in range(MOST_TRIES):
-        if _lasts(models, at_rate(long, rate), limits, running):
-            low = rate
-        else:
-            high = rate
-            if not low and tries == ASKED_APART and not kept_apart(models, traffic, limits, rate):
-                break
-        near = high - low <= RATE_STEP * high or time.perf_counter() > deadline_s
-        if low >= most or (low and near):
-            break
-        rate = min(most, low / DOWN, (low + high) / 2) if low else high * DOWN
+    low, rate = _bisected(models, traffic, limits, guess_per_s, deadline_s)
     return RateFound(
         rate_per_s=low, measures=measured_at(models, traffic, limits, low if low else rate)
     )
 
 
-def _full_rate(models: Sequence[EngineModel], long: Sequence[Arrival], running: int) -> float:
+def _bisected(
+    models: Sequence[EngineModel],
+    traffic: Sequence[Arrival],
+    limits: ServiceLimits,
+    guess_per_s: float | None,
+    deadline_s: float,
+) -> tuple[float, float]:
+    """Return the highest rate that lasts, 0 where there is none, and the last that was tried."""
+    running = requests_at_once(models, traffic)
+    long = repeated(traffic, GENERATIONS * running)
+    most = _full_rate(models, long, running, deadline_s)
+    rate = most if guess_per_s is None else min(most, guess_per_s)
+    low, high = 0.0, math.inf
+    for tries in range(MOST_TRIES):
+        try:
+            lasts = _lasts(models, at_rate(long, rate), limits, running, deadline_s)
+            never = not (lasts or low) and tries == ASKED_APART
+            if never and not kept_apart(models, traffic, limits, rate, deadline_s=deadline_s):
+                break
+        except TimeoutError:
+            if low:
+                break
+            raise
+        low, high = (rate, high) if lasts else (low, rate)
+        if low >= most or (low and high - low <= RATE_STEP * high):
+            break
+        rate = min(most, low / DOWN, (low + high) / 2) if low else high * DOWN
+    return low, rate
+
+
+def _full_rate(
+    models: Sequence[EngineModel], long: Sequence[Arrival], running: int, deadline_s: float
+) -> float:
     """Return the rate at which requests end while engines are full: none lasts above it."""
-    ends = sorted(one.end_s for one in simulate(models, at_rate(long, math.inf)))
+    served = simulate(models, at_rate(long, math.inf), deadline_s=deadline_s)
+    ends = sorted(one.end_s for one in served)
     last = running * (len(ends) // running - 1)
     return (last - running) / max(ends[last] - ends[running], 1e-9)
 
 
 def _lasts(
-    models: Sequence[EngineModel], long: Sequence[Arrival], limits: ServiceLimits, running: int
+    models: Sequence[EngineModel],
+    long: Sequence[Arrival],
+    limits: ServiceLimits,
+    running: int,
+    deadline_s: float,
 ) -> bool:
     """Whether the limits are kept behind the first requests, which find engines empty."""
-    settled = simulate(models, long)[running:]
+    settled = simulate(models, long, deadline_s=deadline_s)[running:]
     return ServiceMeasures.of(settled, limits).attained >= ATTAINMENT

@@ -18,6 +18,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan, TrafficForm
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import CountVectors, Vector
+from llmpq.planner.solving.device_groups import with_groups
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.topology_search import equal_shares
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
@@ -75,7 +76,8 @@ class Valued:
             gives = 1 / max(self.served.latency_s.mean, 1e-12)
         elif objective == "throughput":
             gives = self.rate.measures.output_tokens_per_s
-        return kept, math.log(max(gives, 1e-12)) - price * self.loss
+        gain = max(one.gain for one in self.engines)
+        return kept, math.log(max(gives / gain, 1e-12)) - price * self.loss
 
     @property
     def loss(self) -> float:
@@ -95,11 +97,15 @@ class TrafficAnswer:
     """The one of the highest rate of those compared."""
     plan: Plan | Topology
     beside: Mapping[str, Valued | None]
-    """`card`, `pipeline`, `replicas`, as far as they fit and keep the limits in a steady state."""
+    """`card`, `pipeline`, `shared`, `replicas`, as far as they fit and keep the limits in a steady
+    state; None of those for whose simulation the time was too short."""
     tried: int
     """Engines that were planned."""
     complete: bool
-    """Whether all groups of devices were planned for before the time was over."""
+    """Whether all engines were planned, and all that were to be simulated, within the time."""
+    simulated: bool
+    """Whether the rate of the best is that of a simulation; else the time ended before one was
+    found, and it is that of a steady state."""
     seconds: float
 
 
@@ -112,6 +118,8 @@ class _Search:
     objective: TrafficObjective
     known: dict[tuple[Vector, int, int], EnginePlan | None] = field(default_factory=dict)
     rates: dict[tuple[object, ...], RateFound] = field(default_factory=dict)
+    late: bool = False
+    """Whether the time was too short for a simulation."""
 
     def left_s(self) -> float:
         return self.deadline_s - time.perf_counter()
@@ -120,8 +128,8 @@ class _Search:
         """Return the plan of an engine of alike devices, solved once."""
         key = self.vectors.canonical(v), requests, step_tokens
         if key not in self.known:
-            names = self.vectors.names(key[0])
-            self.known[key] = self.planner.plan(names, requests, step_tokens)
+            places = self.vectors.places(key[0], [0] * len(self.vectors.counts))
+            self.known[key] = self.planner.plan(places, requests, step_tokens)
         return self.known[key]
 
     def best_of(self, v: Vector) -> EnginePlan | None:
@@ -145,7 +153,10 @@ class _Search:
         return one.worth(self.objective, self.planner.price, self.enough)
 
     def rate(self, engine: EnginePlan) -> RateFound:
-        """Return the highest rate of an engine by itself, found once of those that are alike."""
+        """Return the highest rate of an engine by itself, found once of those that are alike.
+
+        `TimeoutError` where the time is over before one is found.
+        """
         key = _alike(engine)
         if key not in self.rates:
             models, traffic = [engine.model], self.traffic
@@ -164,11 +175,11 @@ class _Search:
         best = self.best_of(v)
         if best is None:
             return None
-        names = self.vectors.names(v, used)
-        if {stage.device for stage in best.plan.stages} <= set(names):
+        places = self.vectors.places(v, used)
+        if set(best.places) <= set(places):
             return best
         batch = best.plan.workload.batch
-        return self.planner.plan(names, batch, best.step_tokens)
+        return self.planner.plan(places, batch, best.step_tokens)
 
     def engines(self, chosen: Sequence[Vector]) -> tuple[EnginePlan, ...] | None:
         """Return the plans of disjoint engines; None where one has none."""
@@ -178,7 +189,7 @@ class _Search:
             if one is None:
                 return None
             found.append(one)
-            used = [n + more for n, more in zip(used, v, strict=True)]
+            used = [n + more for n, more in zip(used, self.vectors.used(v), strict=True)]
         return tuple(found)
 
 
@@ -211,9 +222,10 @@ def search_traffic(
     """Return the best plan for a traffic; `DoesNotFitError` where no engine fits or is in time."""
     start_s = time.perf_counter()
     lengths = MeanLengths.of(traffic)
+    grouped = with_groups(problem, options.kvs) if options.groups else None
     search = _Search(
         planner=EnginePlanner(problem, options, path, lengths, traffic.limits),
-        vectors=CountVectors(problem),
+        vectors=CountVectors(problem if grouped is None else grouped.problem),
         deadline_s=start_s + options.time_limit_s * SOLVING_SHARE,
         traffic=traffic,
         objective=objective,
@@ -222,41 +234,67 @@ def search_traffic(
     chosen = _chosen(search)
     if not chosen:
         raise DoesNotFitError(_nothing(traffic, complete))
-    search.deadline_s = start_s + options.time_limit_s
-    beside: dict[str, Valued | None] = {}
-    for name, vectors in _simple(search).items():
-        beside[name] = _valued(search, name, vectors)
-    names = {"best": chosen, **{f"few {n}": few for n, few in _others(search, chosen).items()}}
-    valued = [one for one in beside.values() if one is not None]
-    for name, vectors in names.items():
-        if name == "best" or not valued or search.left_s() > 0:
-            one = _valued(search, name, vectors)
-            valued += [one] if one is not None else []
+    simple = _simple(search)
+    names = {f"few {n}": few for n, few in _others(search, chosen).items()}
+    ways = {"best": chosen, **simple, **names}
+    found = _all_valued(search, ways, start_s + options.time_limit_s)
+    valued = [one for one in found.values() if one is not None]
+    simulated = bool(valued)
+    valued = valued or [_unsimulated(search, chosen)]
     compared = max(valued, key=lambda one: (search.worth(one), -len(one.engines)))
     quickest = compared
     if math.isfinite(search.enough):
         quickest = max(valued, key=lambda one: one.rate.rate_per_s)
-        ways = sorted(valued, key=search.worth, reverse=True)[:MOST_BOUGHT]
-        bought = [new for one in ways for new in _bought_back(search, one)]
+        best_ways = sorted(valued, key=search.worth, reverse=True)[:MOST_BOUGHT]
+        bought = [new for one in best_ways for new in _bought_back(search, one)]
         compared = max([compared, *bought], key=lambda one: (search.worth(one), -len(one.engines)))
-    best = _of_all(search, compared)
+    best = _of_all(search, compared) if simulated else compared
     return TrafficAnswer(
         best=best,
         compared=compared,
         quickest=quickest,
-        plan=_plan_file(best, traffic, objective),
-        beside=beside,
+        plan=_plan_file(best, traffic, objective, simulated=simulated),
+        beside={
+            name: compared if not simulated and v == chosen else found[name]
+            for name, v in simple.items()
+        },
         tried=len(search.known),
-        complete=complete,
+        complete=complete and not search.late,
+        simulated=simulated,
         seconds=time.perf_counter() - start_s,
     )
 
 
+def _all_valued(
+    search: _Search, ways: Mapping[str, Sequence[Vector]], end_s: float
+) -> dict[str, Valued | None]:
+    """Simulate ways to serve, each for half of the time left; None of those it is too short for."""
+    found: dict[str, Valued | None] = {}
+    for name, vectors in ways.items():
+        now_s = time.perf_counter()
+        search.deadline_s = now_s + max(0.0, end_s - now_s) / 2
+        engines = search.engines(vectors)
+        try:
+            found[name] = None if engines is None else _simulated(search, name, engines)
+        except TimeoutError:
+            found[name], search.late = None, True
+    search.deadline_s = end_s
+    return found
+
+
+def _unsimulated(search: _Search, chosen: Sequence[Vector]) -> Valued:
+    """Return the best engines by their steady state; how few requests are served at that rate."""
+    engines = search.engines(chosen)
+    assert engines is not None, "they were planned"
+    rate, few = sum(one.steady.rate_per_s for one in engines), search.traffic.arrivals[:COMPARED]
+    served = measured_at([one.model for one in engines], few, search.traffic.limits, rate)
+    found = RateFound(rate_per_s=rate, measures=served)
+    return Valued(name="best", engines=engines, rate=found, served=served)
+
+
 def _plan_all(search: _Search) -> bool:
     """Plan every engine for several numbers of requests at once, then of other steps."""
-    counts = search.vectors.counts
-    alone = [tuple(int(c == own) for c in range(len(counts))) for own in range(len(counts))]
-    first = [counts, *alone]
+    first = [search.vectors.whole, *_cards(search)]
     rest = sorted((v for v in search.vectors.vectors if v not in first), key=sum)
     wanted = [search.vectors.canonical(v) for v in (*first, *rest)]
     order = list(dict.fromkeys(wanted))
@@ -275,13 +313,19 @@ def _plan_all(search: _Search) -> bool:
     return search.vectors.complete
 
 
+def _cards(search: _Search) -> list[Vector]:
+    """Return the engines of a device each, one of every class."""
+    kinds = range(len(search.vectors.counts))
+    return [search.vectors.alone([int(c == own) for c in kinds]) for own in kinds]
+
+
 def _chosen(search: _Search) -> list[Vector]:
     """Return the disjoint engines of the highest sum of steady rates."""
     rates: dict[Vector, float] = {}
     for v in search.vectors.vectors:
         best = search.best_of(v)
         if best is not None:
-            rates[v] = best.steady.rate_per_s
+            rates[v] = best.steady.rate_per_s / best.gain
     if not rates:
         return []
     if search.objective == "latency":
@@ -293,14 +337,13 @@ def _latency(search: _Search, v: Vector) -> float:
     best = search.best_of(v)
     assert best is not None
     steady = best.steady
-    return steady.ttft_s + steady.tpot_s * search.planner.lengths.output
+    return (steady.ttft_s + steady.tpot_s * search.planner.lengths.output) * best.gain
 
 
 def _simple(search: _Search) -> dict[str, list[Vector]]:
-    """Return the best single card, the best pipeline of all, and the best equal replicas."""
-    counts = search.vectors.counts
+    """Return the best single card, pipeline of all, even tensor parallel, and equal replicas."""
+    vectors, counts, cards = search.vectors, search.vectors.counts, _cards(search)
     found: dict[str, list[Vector]] = {}
-    cards = [tuple(int(c == own) for c in range(len(counts))) for own in range(len(counts))]
 
     def rate(v: Vector) -> float:
         best = search.best_of(v)
@@ -309,10 +352,14 @@ def _simple(search: _Search) -> dict[str, list[Vector]]:
     best_card = max(cards, key=rate)
     if rate(best_card):
         found["card"] = [best_card]
-    if sum(counts) > 1 and rate(counts):
-        found["pipeline"] = [counts]
+    if sum(counts) > 1 and rate(vectors.whole):
+        found["pipeline"] = [vectors.whole]
+    even = [v for v, group in vectors.groups.items() if len(set(group.shares)) == 1 and rate(v)]
+    if even:
+        found["shared"] = [max(even, key=rate)]
     shares = [
-        [tuple(count // n for count in counts)] * n for n in equal_shares(counts, sum(counts))
+        [vectors.alone([count // n for count in counts])] * n
+        for n in equal_shares(counts, sum(counts))
     ]
     shares.append([v for v, count in zip(cards, counts, strict=True) for _ in range(count)])
     able = [one for one in shares if len(one) > 1 and all(rate(v) for v in one)]
@@ -325,7 +372,8 @@ def _others(search: _Search, chosen: Sequence[Vector]) -> dict[int, list[Vector]
     """Return the best topologies of other numbers of engines, where steady rates are near."""
     if search.objective == "latency":
         return {}
-    rates = {v: one.steady.rate_per_s for v in search.vectors.vectors if (one := search.best_of(v))}
+    best = {v: one for v in search.vectors.vectors if (one := search.best_of(v))}
+    rates = {v: one.steady.rate_per_s / one.gain for v, one in best.items()}
     found = {}
     most, _ = search.vectors.most_rows(rates)
     for number in range(1, min(len(chosen) + 2, sum(search.vectors.counts)) + 1):
@@ -336,17 +384,13 @@ def _others(search: _Search, chosen: Sequence[Vector]) -> dict[int, list[Vector]
     return found
 
 
-def _valued(search: _Search, name: str, vectors: Sequence[Vector]) -> Valued | None:
-    engines = search.engines(vectors)
-    return None if engines is None else _simulated(search, name, engines)
-
-
 def _simulated(search: _Search, name: str, engines: tuple[EnginePlan, ...]) -> Valued:
     """Simulate engines: the highest rates of each by itself, added, or what they are wanted for.
 
-    Each by itself: of as many requests, more engines would be idle for longer.
+    Each by itself: of as many requests, more engines would be idle for longer. `TimeoutError`
+    where the time is over before.
     """
-    traffic = search.traffic
+    traffic, late = search.traffic, search.deadline_s
     models = [one.model for one in engines]
     few, limits = traffic.arrivals[:COMPARED], traffic.limits
     if search.objective == "rate":
@@ -354,10 +398,10 @@ def _simulated(search: _Search, name: str, engines: tuple[EnginePlan, ...]) -> V
         total = sum(one.rate_per_s for one in found)
         rate = RateFound(rate_per_s=total, measures=found[0].measures)
     else:
-        rate = highest_rate(models, few, limits, deadline_s=search.deadline_s)
+        rate = highest_rate(models, few, limits, deadline_s=late)
     served = rate.measures
     if search.objective == "latency" or math.isfinite(search.enough):
-        served = measured_at(models, few, limits)
+        served = measured_at(models, few, limits, deadline_s=late)
     return Valued(name=name, engines=engines, rate=rate, served=served)
 
 
@@ -373,7 +417,10 @@ def _bought_back(search: _Search, one: Valued) -> list[Valued]:
         if len(new) < len(engines):
             break
         if max(engine.loss for engine in new) < least:
-            better = _simulated(search, one.name, new)
+            try:
+                better = _simulated(search, one.name, new)
+            except TimeoutError:
+                break
             kept, least = search.worth(better)[0], better.loss
             found.append(better)
     return found
@@ -383,7 +430,7 @@ def _dearer(search: _Search, engine: EnginePlan, dearer: float) -> EnginePlan | 
     """Return an engine's plan where quality is dearer; of fewer requests at once if need be."""
     requests = engine.plan.workload.batch
     while requests:
-        found = search.planner.plan(engine.devices, requests, engine.step_tokens, dearer=dearer)
+        found = search.planner.plan(engine.places, requests, engine.step_tokens, dearer=dearer)
         if found is not None or search.left_s() < 0:
             return found
         requests //= 4
@@ -394,20 +441,26 @@ def _of_all(search: _Search, best: Valued) -> Valued:
     """Simulate the chosen engines under the whole traffic."""
     traffic, models = search.traffic, [one.model for one in best.engines]
     every, rate = traffic.arrivals, best.rate
-    late = search.deadline_s
-    if search.objective != "rate":
-        if len(every) > COMPARED:
-            rate = highest_rate(models, every, traffic.limits, deadline_s=late)
-    elif rate.rate_per_s:
-        guess = rate.rate_per_s
-        rate = highest_rate(models, every, traffic.limits, guess_per_s=guess, deadline_s=late)
+    guess = rate.rate_per_s if search.objective == "rate" else None
     served = rate.measures
+    try:
+        if guess or (guess is None and len(every) > COMPARED):
+            rate = highest_rate(
+                models, every, traffic.limits, guess_per_s=guess, deadline_s=search.deadline_s
+            )
+            served = rate.measures
+    except TimeoutError:
+        search.late = True
+        if len(models) > 1 and traffic.rate_per_s is None:  # that of engines by themselves
+            served = measured_at(models, every[:COMPARED], traffic.limits, guess)
     if traffic.rate_per_s is not None:
         served = measured_at(models, every, traffic.limits)
     return replace(best, rate=rate, served=served)
 
 
-def _plan_file(best: Valued, traffic: NamedTraffic, objective: TrafficObjective) -> Plan | Topology:
+def _plan_file(
+    best: Valued, traffic: NamedTraffic, objective: TrafficObjective, *, simulated: bool
+) -> Plan | Topology:
     """Return the plan with its traffic, of one engine or several."""
     rate = best.rate.rate_per_s if traffic.rate_per_s is None else traffic.rate_per_s
 
@@ -420,7 +473,7 @@ def _plan_file(best: Valued, traffic: NamedTraffic, objective: TrafficObjective)
             limits=traffic.limits,
             step_tokens=engine.step_tokens,
             rate_per_s=rate,
-            highest_rate_per_s=best.rate.rate_per_s,
+            highest_rate_per_s=best.rate.rate_per_s if simulated else None,
             predicted=best.served,
         )
         return engine.plan.model_copy(update={"traffic": form})

@@ -8,6 +8,7 @@ loop, a GPU beside it. Stages and links are resources, each of which serves step
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -51,9 +52,14 @@ class SimulatedEngine:
         """Queue a request that comes at a time, not before those submitted so far."""
         self._inbox.append((at_s, request))
 
-    def advance(self, until_s: float = math.inf) -> None:
-        """Go on until the clock is there, or nothing is left to do."""
+    def advance(self, until_s: float = math.inf, *, deadline_s: float = math.inf) -> None:
+        """Go on until the clock is there, or nothing is left to do.
+
+        `TimeoutError` where `time.perf_counter` is past `deadline_s` before.
+        """
         while self.now < until_s:
+            if time.perf_counter() > deadline_s:
+                raise TimeoutError("the simulation did not end in time")
             if not self._under_way and self._scheduler.idle:
                 if not self._inbox or self._inbox[0][0] >= until_s:
                     return

@@ -7,6 +7,7 @@ Requests go to the engine that is predicted to end them first, as `serve` routes
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -69,11 +70,16 @@ class _Replica:
 
 
 def simulate(
-    models: Sequence[EngineModel], traffic: Sequence[Arrival], *, vocab: int = 1000
+    models: Sequence[EngineModel],
+    traffic: Sequence[Arrival],
+    *,
+    vocab: int = 1000,
+    deadline_s: float = math.inf,
 ) -> list[ServedRequest]:
     """Return when each request of a traffic is served, in order of arrival.
 
-    `ValueError` names a request for which no engine has room.
+    `ValueError` names a request for which no engine has room; `TimeoutError` where
+    `time.perf_counter` is past `deadline_s` before the end.
     """
     shares_blocks = any(arrival.blocks for arrival in traffic)
     replicas = [_Replica(engine=one.engine(), speed=one.speed) for one in models]
@@ -81,7 +87,7 @@ def simulate(
     for number, arrival in enumerate(traffic):
         if len(replicas) > 1:
             for replica in replicas:
-                replica.engine.advance(arrival.at_s)
+                replica.engine.advance(arrival.at_s, deadline_s=deadline_s)
                 _count_ended(replica, arrival.at_s, work)
         own = arrival.output_tokens + PROMPT_WORK * arrival.prompt_tokens
         best = min(replicas, key=lambda one: (one.under_way + own) / one.speed)
@@ -94,7 +100,7 @@ def simulate(
             raise ValueError(f"request {number} of the traffic: {error}") from None
         best.engine.submit(arrival.at_s, request)
     for replica in replicas:
-        replica.engine.advance()
+        replica.engine.advance(deadline_s=deadline_s)
     return sorted(
         (one for replica in replicas for one in replica.engine.served), key=lambda one: one.number
     )

@@ -385,3 +385,22 @@ def test_the_command_says_what_holds_and_what_does_not(
     (tmp_path / "plan.certificate.json").unlink()
     assert main(["verify", str(path)]) == 2
     assert "is not there" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_engines_that_share_stages_are_bounded_as_they_are_grouped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, made = tmp_path / "plan.json", tmp_path / "plan.certificate.json"
+    job = ["--batch", "2", "--gen-len", "32", "--bits", "4", "--theta", "0", "--engines", "2"]
+    assert main(["--devices", "3090:4", "--model", "qwen3-8b", *job, "-o", str(path)]) == 0
+    plan, certificate = (json.loads(one.read_text()) for one in (path, made))
+    assert all(stage["shares"] for one in plan["engines"] for stage in one["plan"]["stages"])
+    capsys.readouterr()
+    assert main(["verify", str(path)]) == 0
+    assert "the groups that share stages as they are" in capsys.readouterr().out
+    assert 0.5 * certificate["value"] < certificate["bound"] <= certificate["value"]
+    certificate["bound"] = 1.01 * certificate["value"]
+    for changed in (certificate, {**certificate, "rows": 3}):
+        made.write_text(json.dumps({**changed, "sha256": digest(changed)}))
+        assert main(["verify", str(path)]) == 3

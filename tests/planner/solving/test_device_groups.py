@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +11,14 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.devices.joined_devices import members_of
-from llmpq.errors import DoesNotFitError
-from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.problem.make_problem import make_problem
-from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
-from llmpq.planner.solving.count_vectors import CountVectors, Place
-from llmpq.planner.solving.device_groups import may_group, on_places, with_groups
-from llmpq.planner.solving.engine_prices import GROUP_GAIN
+from llmpq.planner.solving.count_vectors import CountVectors
+from llmpq.planner.solving.device_groups import may_group, with_groups
 from llmpq.planner.solving.methods import SolveOptions
-from llmpq.planner.solving.plan_search import best_plan
 from llmpq.planner.solving.topologies import best_topology
 from llmpq.planner.solving.topology_search import KnownPipeline, TopologySearch
-from reference.random_problems import random_problem
+from reference.all_topologies import best_topology_of_all, shared_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
@@ -34,129 +26,11 @@ ALL = "LLMPQ_ALL_TESTS" in os.environ
 OPTIONS = SolveOptions(gap=1e-9, time_limit_s=math.inf)
 
 
-def _problem(seed: int) -> Problem:
-    """A few layers on two or three cards of a node, with estimated times."""
-    rng = random.Random(seed)
-    p = random_problem(rng, layers=(2, 3), kinds=(1, 2), devices=(1, 2), precisions=2, batch=2)
-    data = p.cluster.model_dump(mode="json", by_alias=True)
-    whole = int(p.all_layer_bytes.sum())
-    (first, *others) = data["nodes"]
-    for node in others:
-        first["devices"] += node["devices"]
-    for group in first["devices"]:
-        group["spec"]["memory"] += int(rng.uniform(0, 1.5) * whole)
-        group["spec"]["mem_gbps"] = rng.uniform(5, 60)
-        group["spec"]["fp16_tflops"] = rng.uniform(0.2, 3)
-    link = {"gbps": rng.uniform(5, 400), "latency_us": rng.uniform(0, 30)}
-    data |= {"nodes": [first], "links": {"within_node": link, "between_nodes": link}}
-    cluster = Cluster.parse_data(data, where="test")
-    costs = estimate_costs(
-        p.spec,
-        cluster.devices,
-        dtype=p.workload.dtype,
-        precisions=p.choices,
-        kvs=(p.kv,),
-        quantization=p.quantization,
-    )
-    return p.with_changes(
-        cluster=cluster, costs=replace(p.costs, estimate=costs, profile=None, scale={})
-    )
-
-
-def _placings(p: Problem, ways: dict[tuple[str, ...], list[Place]]) -> Iterator[list[list[Place]]]:
-    """Yield all ways to make engines of disjoint devices, alone or in groups."""
-
-    def split(names: list[str]) -> Iterator[list[Place]]:
-        """Into devices alone and groups, all used."""
-        if not names:
-            yield []
-            return
-        first, rest = names[0], names[1:]
-        for more in range(len(rest) + 1):
-            for others in itertools.combinations(rest, more):
-                own = (first, *others)
-                left = [name for name in rest if name not in others]
-                for place in ways.get(own, []) if others else [first]:
-                    yield from ([place, *tail] for tail in split(left))
-
-    def engines(names: list[str]) -> Iterator[list[list[Place]]]:
-        if not names:
-            yield []
-            return
-        first, rest = names[0], names[1:]
-        yield from engines(rest)  # the first is not used
-        for more in range(len(rest) + 1):
-            for others in itertools.combinations(rest, more):
-                left = [name for name in rest if name not in others]
-                for own in split([first, *others]):
-                    yield from ([own, *tail] for tail in engines(left))
-
-    return engines([device.name for device in p.cluster.devices])
-
-
-def _ways(p: Problem) -> dict[tuple[str, ...], list[Place]]:
-    """Return all groups of two or three devices with all shares that the search looks at."""
-    grouped = with_groups(p, (p.kv,))
-    if grouped is None:
-        return {}
-    kinds: dict[tuple[str, ...], set[tuple[tuple[str, int], ...]]] = {}
-    kind_of = {device.name: device.kind for device in p.cluster.devices}
-    for device in grouped.problem.cluster.devices:
-        if device.joined:
-            pairs = sorted(
-                (one.kind, s) for one, s in zip(device.joined, device.shares, strict=True)
-            )
-            kinds.setdefault(tuple(kind for kind, _ in pairs), set()).add(tuple(pairs))
-    found: dict[tuple[str, ...], list[Place]] = {}
-    names = [device.name for device in p.cluster.devices]
-    for size in range(2, len(names) + 1):
-        for own in itertools.combinations(names, size):
-            key = tuple(sorted(kind_of[name] for name in own))
-            for kind_shares in kinds.get(key, ()):
-                left = dict(kind_shares)
-                shares = tuple(left[kind_of[name]] for name in own)
-                found.setdefault(own, []).append(_leading_first(p, own, shares))
-    return found
-
-
-def _leading_first(p: Problem, names: tuple[str, ...], shares: tuple[int, ...]) -> Place:
-    pairs = [(p.cluster.device(name), s) for name, s in zip(names, shares, strict=True)]
-    pairs.sort(key=lambda pair: (-pair[0].spec.mem_gbps, -pair[0].limit_bytes))
-    return tuple(device.name for device, _ in pairs), tuple(share for _, share in pairs)
-
-
-def _brute_force(p: Problem) -> float:
-    known: dict[tuple[object, ...], float] = {}
-
-    def engine(places: list[Place], rows: int) -> float:
-        key = (*sorted(map(str, places)), rows)
-        if key not in known:
-            best = math.inf
-            for waves in range(1, rows + 1):
-                job = on_places(p, places, (p.kv,)).with_job(batch=-(-rows // waves))
-                try:
-                    one = best_plan(job.with_changes(theta=p.theta / waves), OPTIONS)
-                except DoesNotFitError:
-                    continue
-                best = min(best, waves * one.outcome.value)
-            shares = any(not isinstance(place, str) for place in places)
-            known[key] = best * (GROUP_GAIN if shares else 1.0)
-        return known[key]
-
-    rows, best = p.workload.batch, math.inf
-    for engines in _placings(p, _ways(p)):
-        if len(engines) == 1:
-            best = min(best, engine(engines[0], rows))
-        elif len(engines) == 2 and rows == 2:
-            best = min(best, max(engine(own, 1) for own in engines))
-    return best
-
-
 def test_the_best_topology_with_groups_is_that_of_brute_force() -> None:
     shared = 0
     for seed in range(2000 if ALL else 3):
-        p = _problem(seed)
-        best = _brute_force(p)
+        p = shared_problem(seed)
+        best = best_topology_of_all(p)
         grouped = with_groups(p, (p.kv,))
         among = p if grouped is None else grouped.problem
         found = TopologySearch(among, OPTIONS, gap=0.0).run()

@@ -86,6 +86,41 @@ def test_no_rate_is_looked_for_where_a_request_alone_is_late() -> None:
     assert found.rate_per_s == 0.0 and found.measures.attained == 0.0
 
 
+def test_a_rate_that_is_not_found_in_time_is_no_rate() -> None:
+    """Nor is a simulation ended that was not; what was found before stays."""
+    model, traffic = _model("t4", 4), _even(8)
+    with pytest.raises(TimeoutError):
+        highest_rate([model], traffic.arrivals, ServiceLimits(ttft_s=1.0), deadline_s=0.0)
+    with pytest.raises(TimeoutError):
+        highest_rate([model], traffic.arrivals, ServiceLimits(), deadline_s=0.0)
+
+
+@pytest.mark.parametrize("words", [["--rate", "max", "--ttft", "1"], ["--rate", "3"]])
+def test_traffic_keeps_the_time_limit_though_no_rate_was_found(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    plan = _planned(["--devices", "t4,v100", "--time-limit", "0.01", *words], path)
+    traffic = plan.plans[0].traffic
+    assert traffic is not None and traffic.highest_rate_per_s is None
+    text = " ".join(capsys.readouterr().out.split())
+    assert "highest rate: not found before --time-limit ended the search; in a steady" in text
+    assert ("requests within TTFT 1 s" in text) == ("--ttft" in words)
+
+
+def test_cards_share_stages_of_live_traffic_where_that_is_quickest(tmp_path: Path) -> None:
+    """A model that no card holds, over a quick link; and not where the shares are refused."""
+    nodes = [{"name": "n", "devices": [{"kind": "T4", "count": 2, "memory": "2.6 GiB"}]}]
+    link = {"gbps": 2000, "latency_us": 1}
+    cluster = tmp_path / "c.json"
+    cluster.write_text(json.dumps({"name": "c", "nodes": nodes, "links": {"within_node": link}}))
+    words = ["--cluster", str(cluster), "--rate", "0.2", "--objective", "latency"]
+    plan = _planned(words, tmp_path / "plan.json")
+    assert isinstance(plan, Plan) and [stage.shares for stage in plan.stages] == [(1, 1)]
+    plan = _planned([*words, "--tensor-parallel", "1"], tmp_path / "alone.json")
+    assert isinstance(plan, Plan) and len(plan.stages) == 2
+
+
 @pytest.mark.parametrize(
     "limits",
     [
@@ -188,7 +223,7 @@ def test_cards_that_hold_the_model_are_engines_of_their_own(
     for line in ("traffic: 30 requests", "highest rate:", "best single card:", "one pipeline:"):
         assert line in text
     assert "replicas: the same" in text
-    assert "stages that devices share are not searched for live traffic" in text
+    assert "even tensor parallel: " in text
     assert "on T4:2: live traffic, " in text and "sent at once" not in text
 
 
@@ -210,11 +245,12 @@ def test_simpler_ways_are_beside_the_plan_in_one_measure(
     few = "by the first 64 requests alone, for comparison:"
     first = lines.index(alone if "max" in words else few)
     found = {}
-    for line in lines[first + 1 : first + 5]:
+    for line in lines[first + 1 : first + 6]:
         name, _, said = line.partition(": ")
         found[name] = None if said == "the same" else float(said.split()[0])
         assert found[name] is None or f" {unit}" in said
-    assert set(found) == {"this plan", "best single card", "one pipeline", "replicas"}
+    names = {"best single card", "one pipeline", "even tensor parallel", "replicas"}
+    assert set(found) == {"this plan", *names}
     own = found.pop("this plan")
     assert own is not None
     others = [value for value in found.values() if value is not None]

@@ -1,0 +1,57 @@
+"""The driver that holds topologies against simple ones values what it says."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from llmpq.planner.cli.show_plan import read_job
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.problem.requests import PlanRequest
+
+pytestmark = [pytest.mark.pure]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.setenv("LLMPQ_ROWS", str(tmp_path))
+    yield importlib.import_module("mixed_clusters")
+    for name in ("mixed_clusters", "lib.rows"):
+        sys.modules.pop(name, None)
+
+
+def test_the_thirty_clusters_are_what_was_wanted(driver: ModuleType) -> None:
+    counts = [sum(n for _, n in driver.listed(cards)) for cards, _ in driver.CLUSTERS]
+    kinds = {name for cards, _ in driver.CLUSTERS for name, _ in driver.listed(cards)}
+    assert len(counts) == 30 and min(counts) == 2 and max(counts) == 16
+    assert kinds == {*driver.SYSTEMS, "3060", "3090", "4090", "5090", "t4", "v100"}
+
+
+def test_layers_follow_rates_and_move_for_room_alone(driver: ModuleType) -> None:
+    job = read_job(PlanRequest(model="qwen3-14b", devices="5090,3090:2", batch=4, bits="16"))
+    problem, found = driver.water_filled(job.problem, job.options)
+    layers = [stage.end - stage.start for stage in found.stages]
+    assert layers == [24, 8, 8]  # 210 and 71 TFLOPS, quicker than [20, 10, 10] by memory rates
+    small = "5090=12GB+1792GB/s+210TFLOPS,3090:2"
+    job = read_job(PlanRequest(model="qwen3-14b", devices=small, batch=4, bits="16"))
+    problem, found = driver.water_filled(job.problem, job.options)
+    assert fits(problem, found)
+    assert found.stages[0].end < 24 and sum(s.end - s.start for s in found.stages) == 40
+
+
+@pytest.mark.slow
+def test_an_answer_is_beside_simple_ones_that_do_not_beat_it(
+    driver: ModuleType, tmp_path: Path
+) -> None:
+    cluster = tmp_path / "c.yaml"
+    driver.write_cluster(driver.CLUSTERS[0][0], cluster)
+    case = driver.MixedCase(number=0, job="1", costs=None, cluster=str(cluster))
+    found = driver.of_batch(case)
+    assert set(found.others) == {"card", "each", "pipeline", "even TP", "water-filling"}
+    assert found.ours >= max(found.others.values())
