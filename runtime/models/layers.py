@@ -563,6 +563,15 @@ def held_weights(part: nn.Module) -> list[HeldBytes]:
     return found
 
 
+def nbytes_of(module: nn.Module, *, but: nn.Module | None = None) -> int:
+    """Return the bytes of what a module holds and `but` does not, a shared matrix counted once."""
+    mine, theirs = (
+        {held.key: held.nbytes for part in each.modules() for held in held_weights(part)}
+        for each in (module, nn.Module() if but is None else but)
+    )
+    return sum(mine[key] for key in mine.keys() - theirs.keys())
+
+
 class Head(nn.Module):
     """Final norm and output matrix; logits times a factor, or capped."""
 

@@ -22,7 +22,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.layer_tensors import LayerTensors
-from llmpq.runtime.models.layers import DecoderLayer, Embedding, Head, held_weights
+from llmpq.runtime.models.layers import DecoderLayer, Embedding, Head, nbytes_of
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.stage_model import StageModel
@@ -96,14 +96,7 @@ class MtpHead(nn.Module):
 
     def own_nbytes(self, model: StageModel) -> int:
         """Return the bytes of what it does not share with its stage."""
-        seen = {held.key for part in model.modules() for held in held_weights(part)}
-        total = 0
-        for part in self.modules():
-            for held in held_weights(part):
-                if held.key not in seen:
-                    seen.add(held.key)
-                    total += held.nbytes
-        return total
+        return nbytes_of(self, but=model)
 
     def first(self, hidden_1Th: Tensor) -> Tensor:
         """Return the model's hidden states as the head takes them, behind the model's norm."""

@@ -34,6 +34,7 @@ from llmpq.runtime.models.layers import (
     Head,
     LayerRunner,
     held_weights,
+    nbytes_of,
     recurrence_of,
 )
 from llmpq.runtime.models.linear import Linear, Reduce
@@ -259,13 +260,7 @@ class StageModel(nn.Module):
     @property
     def weight_nbytes(self) -> int:
         """Bytes of all weights this stage holds, a shared matrix counted once."""
-        total, seen = 0, set()
-        for part in self.modules():
-            for held in held_weights(part):
-                if held.key not in seen:
-                    seen.add(held.key)
-                    total += held.nbytes
-        return total
+        return nbytes_of(self)
 
     def _check_positions(self, step: Step) -> None:
         if self.spec.positions == "learned" and step.max_end > self.spec.max_positions:

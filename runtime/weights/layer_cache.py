@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight, best_layout
 from llmpq.kernels.weights.weight import Weight
 from llmpq.precision import WeightScheme
-from llmpq.runtime.models.layer_tensors import LayerTensors
+from llmpq.runtime.weights.quantizing_source import QuantizingSource
 from llmpq.runtime.weights.sources import CheckpointSource, weight_files
 from llmpq.tensor_parallel import Member
 
@@ -32,8 +32,10 @@ _SHAPES = "llmpq_weights"
 """Metadata key: linear -> what its tensors do not say of themselves, as JSON."""
 
 
-class KeptLayers:
+class KeptLayers(QuantizingSource):
     """A checkpoint whose layers, once quantised, are read as they were stored."""
+
+    _source: CheckpointSource
 
     def __init__(
         self,
@@ -43,34 +45,17 @@ class KeptLayers:
         device: torch.device,
     ) -> None:
         """`schemes`: how each layer of the stage is stored."""
-        self._source = source
-        self._schemes = schemes
-        self._device = device
+        super().__init__(source, schemes, device)
         self._folder = Path(folder)
         self._member: Member | None = None
         source.keep_codes(schemes)
         self.num_read = 0
         """Layers that were found on disk."""
 
-    def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
-        """Do nothing: the checkpoint has the schemes of the stage since the constructor."""
-
     def take_member(self, member: Member) -> None:
         """Hand out of decoder layers what one device of a stage in tensor parallel holds."""
         self._member = member
-        self._source.take_member(member)
-
-    def embedding(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the checkpoint's embedding."""
-        return self._source.embedding(dtype)
-
-    def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Any]:
-        """Return the checkpoint's head."""
-        return self._source.head(dtype, with_output=with_output)
-
-    def mtp(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the head that predicts a further token, as it is stored."""
-        return self._source.mtp(dtype)
+        super().take_member(member)
 
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return a layer's parts, its linears quantised as its scheme says."""
@@ -82,19 +67,10 @@ class KeptLayers:
         if found is not None:
             self.num_read += 1
             return found
-        parts = self._quantized(index, scheme, dtype)
+        parts = self.quantized(index, dtype)
         if not any(isinstance(part, Weight) and part.keeps_codes for part in parts.values()):
             self._write(path, parts)
         return parts
-
-    def _quantized(self, index: int, scheme: WeightScheme, dtype: torch.dtype) -> dict[str, Any]:
-        tensors: dict[str, Any] = self._source.layer(index, dtype)
-        parts = LayerTensors(
-            tensors=tensors, scheme=scheme, dtype=dtype, device=self._device, norm_eps=0.0
-        )
-        names = [f"{shape.name}.weight" for shape in self._source.spec.of_layer(index).linears()]
-        linears = {name: name.removesuffix(".weight") for name in names if name in tensors}
-        return tensors | {name: parts.linear(stem).weight for name, stem in linears.items()}
 
     def _path(self, index: int, scheme: WeightScheme, dtype: torch.dtype) -> Path:
         spec = self._source.spec

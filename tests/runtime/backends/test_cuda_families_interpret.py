@@ -162,7 +162,7 @@ def test_packed_blocks(
     monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
     monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
     PackedPlan.of.__func__.cache_clear()  # type: ignore[attr-defined]
-    prompts, size = random_prompts(150), replace(POOL, max_len=300, prefix_cache=False)
+    prompts, size = random_prompts(190), replace(POOL, max_len=300, prefix_cache=False)
     options = {"size": size, "kv": "kv4", "step_tokens": 100}
     want = on_gpu(kind, prompts, on_cpu=True, **options)
     got = on_gpu(kind, prompts, **options)
