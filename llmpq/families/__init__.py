@@ -143,12 +143,18 @@ FAMILIES: dict[str, Family] = {
 """Name -> record."""
 
 WRAPPERS = (
+    "exaone4_5",
     "gemma3",
     "gemma3n",
     "gemma4",
     "gemma4_unified",
+    "idefics3",
     "kimi_k25",
+    "lfm2_vl",
     "llama4",
+    "llava",
+    "llava_next",
+    "llava_onevision",
     "mistral3",
     "qwen2_vl",
     "qwen2_5_vl",
@@ -156,6 +162,7 @@ WRAPPERS = (
     "qwen3_vl_moe",
     "qwen3_5",
     "qwen3_5_moe",
+    "smolvlm",
 )
 """`model_type` of models whose `text_config` is a language model; the rest of them is left out."""
 

@@ -64,7 +64,7 @@ NORMS = norm_names(
 HEAD_NORMS = {
     f"{part}_norm.weight": (f"layers.{{i}}.self_attn.{part}_norm.weight",) for part in ("q", "k")
 }
-ROOTS = ("model.", "model.language_model.", "language_model.model.", "")
+ROOTS = (*("model.", "model.language_model.", "language_model.model.", "model.text_model.", ""),)
 
 FAMILY = Family(
     name="llama",

@@ -50,7 +50,7 @@ UNREAD = re.compile(
 lightning attention."""
 LEFT_OUT = re.compile(
     r"(^|\.)(vision(_tower|_model|_embedder)?|visual|audio_tower|multi_modal_projector|mm_projector"
-    r"|embed_vision|embed_audio|mtp(_layers)?)\."
+    r"|embed_vision|embed_audio|connector|mtp(_layers)?)\.|(^|\.)image_newline$"
 )
 """Parts of a checkpoint beside the language model."""
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

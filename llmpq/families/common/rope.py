@@ -204,9 +204,9 @@ def _yarn(config: Config, rope: Config, where: str) -> RopeScaling:
     original = _original(config, rope, where)
     stretched = max(1.0, size(config, "max_position_embeddings") / original)
     factor = bounded(rope, "factor", FACTORS, default=stretched, where=where)
-    over = {key: number(rope, key, default=0.0) for key in ("mscale", "mscale_all_dim")}
-    if all(over.values()):
-        larger = _yarn_mscale(factor, over["mscale"]) / _yarn_mscale(factor, over["mscale_all_dim"])
+    over = [_number_or_0(rope, key) for key in ("mscale", "mscale_all_dim")]
+    if all(over):
+        larger = _yarn_mscale(factor, over[0]) / _yarn_mscale(factor, over[1])
     else:
         larger = _yarn_mscale(factor, 1.0)
     fast, slow = (
@@ -270,6 +270,11 @@ def _factors(rope: Config, key: str, count: int, where: str) -> tuple[float, ...
     return tuple(float(f) for f in factors)
 
 
+def _number_or_0(rope: Config, key: str) -> float:
+    """Return a positive number, or 0 where it is absent, null or 0 (which Transformers skips)."""
+    return number({**rope, key: rope.get(key) or None}, key, default=0.0)
+
+
 def _yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
@@ -277,7 +282,7 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 def yarn_score_factor(config: Config) -> float:
     """Return what DeepSeek multiplies the scores by beside 1 / sqrt(head size): mscale squared."""
     rope = rope_section(config)
-    over = number(rope, "mscale_all_dim", default=0.0)
+    over = _number_or_0(rope, "mscale_all_dim")
     # What else the section says is `rope_fields`' to refuse.
     scaling = scaling_of(config, {k: v for k, v in rope.items() if k not in CHANGING})
     if scaling is None or scaling.kind != "yarn" or not over:

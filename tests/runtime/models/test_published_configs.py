@@ -171,6 +171,40 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vision_config": {"depth": 27},
         "tie_word_embeddings": True,
     },
+    "Devstral 2 says mscale_all_dim: 0": {
+        **SIZES,
+        "model_type": "ministral3",
+        "head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 64.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+            "original_max_position_embeddings": 4096,
+            "llama_4_scaling_beta": 0.0,
+        },
+        "max_position_embeddings": 262144,
+    },
+    "LFM2-VL's text": {
+        "model_type": "lfm2_vl",
+        "text_config": {
+            **SIZES,
+            "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "conv_L_cache": 3,
+            "block_ff_dim": 96,
+        },
+        "vision_config": {"model_type": "siglip2_vision_model"},
+    },
+    "SmolVLM's text, beside a connector": {
+        "model_type": "smolvlm",
+        "text_config": {**SIZES, "model_type": "llama", "rope_theta": 273768.0},
+        "vision_config": {"hidden_size": 768},
+        "tie_word_embeddings": False,
+    },
     "Qwen2.5-VL as it lies flat": {
         **SIZES,
         "model_type": "qwen2_5_vl",
@@ -256,6 +290,9 @@ def script() -> ModuleType:
 CHOSEN = (
     "Granite 4.0 H says that there are no positions",
     "MiMo 7B: Qwen2's layers, and one that predicts a further token",
+    "Devstral 2 says mscale_all_dim: 0",
+    "LFM2-VL's text",
+    "SmolVLM's text, beside a connector",
 )
 SAMPLE = [name for i, name in enumerate(PUBLISHED) if ALL or i % 3 == 0 or name in CHOSEN]
 """Every third one in `make test`, and what no other test has."""
