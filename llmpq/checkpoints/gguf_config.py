@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpq.checkpoints.gguf_file import GgufFile
-from llmpq.checkpoints.gguf_hybrids import granite_hybrid, lfm2, lfm2_moe
+from llmpq.checkpoints.gguf_hybrids import (
+    granite_hybrid,
+    lfm2,
+    lfm2_moe,
+    nemotron_h,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
+)
 from llmpq.checkpoints.gguf_metadata import REAL, Metadata
 from llmpq.checkpoints.gguf_mixtures import (
     deepseek2,
@@ -57,6 +65,11 @@ class Architecture:
     """What config.json calls the epsilon of LayerNorms; empty: the model has RMSNorms."""
     recurrent: bool = False
     """Whether layers without key and value heads are recurrent ones."""
+    by_turns: bool = False
+    """Whether the delta rule's heads of values lie by turns: one of every key head, then the next
+    one of each."""
+    experts_apart: bool = False
+    """Whether gates and ups of experts are tensors of their own, as in quantised checkpoints."""
     further: bool = False
     """Whether `block_count` counts layers that predict further tokens, which a file may lack."""
 
@@ -122,7 +135,7 @@ def _common(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
         "num_hidden_layers": _layers(metadata, architecture),
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": _kv_heads(metadata, architecture, heads),
+        "num_key_value_heads": _of_layers(metadata, architecture, "attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.number("context_length"),
         **_epsilon(metadata, architecture),
@@ -142,22 +155,23 @@ def _common(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
     config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
     # Mixtures may have no such key: their experts' size is another.
     experts = metadata.get("expert_feed_forward_length")
-    config["intermediate_size"] = metadata.number("feed_forward_length", default=experts)
+    wide = _of_layers(metadata, architecture, "feed_forward_length", experts)
+    config["intermediate_size"] = wide
     return config
 
 
-def _kv_heads(metadata: Metadata, architecture: Architecture, heads: int) -> int:
-    """Return the key and value heads of layers that have any."""
-    given = metadata.get("attention.head_count_kv")
+def _of_layers(metadata: Metadata, architecture: Architecture, key: str, default: Any) -> int:
+    """Return a number that layers have, of those that have any where some are recurrent."""
+    given = metadata.get(key)
     if not architecture.recurrent or not isinstance(given, list):
-        return int(metadata.number("attention.head_count_kv", default=heads))
+        return int(metadata.number(key, default=default))
     found = {number for number in given if number}
     if len(found) > 1 or not all(type(number) is int and number > 0 for number in found):
         raise ValueError(
-            f"'{metadata.file.path}': attention.head_count_kv is {sorted(found)[:4]} in layers of "
-            "attention; expected one number of heads, and 0 in other layers"
+            f"'{metadata.file.path}': {key} is {sorted(found)[:4]} in different layers; expected "
+            "one number, and 0 in layers of other kinds"
         )
-    return found.pop() if found else heads
+    return found.pop() if found else int(default)
 
 
 def _epsilon(metadata: Metadata, architecture: Architecture) -> dict[str, float]:
@@ -428,6 +442,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "lfm2moe": Architecture(model_type="lfm2_moe", also=lfm2_moe, recurrent=True),
     "granitehybrid": Architecture(
         model_type="granitemoehybrid", also=granite_hybrid, pairs=True, recurrent=True
+    ),
+    "qwen3next": Architecture(model_type="qwen3_next", also=qwen3_next, above_one=True),
+    "qwen35": Architecture(
+        model_type="qwen3_5_text", also=qwen3_5, above_one=True, by_turns=True, further=True
+    ),
+    "qwen35moe": Architecture(
+        model_type="qwen3_5_moe_text",
+        also=qwen3_5_moe,
+        above_one=True,
+        by_turns=True,
+        experts_apart=True,
+        further=True,
+    ),
+    "nemotron_h": Architecture(model_type="nemotron_h", also=nemotron_h, recurrent=True),
+    "nemotron_h_moe": Architecture(
+        model_type="nemotron_h", also=nemotron_h, recurrent=True, further=True
     ),
     "command-r": Architecture(model_type="cohere", also=_cohere, layer_norm="layer_norm_eps"),
     "cohere2": Architecture(model_type="cohere2", also=_cohere2, layer_norm="layer_norm_eps"),

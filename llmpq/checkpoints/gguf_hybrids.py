@@ -1,4 +1,4 @@
-"""GGUF keys of models with recurrent layers: short convolutions and Mamba-2.
+"""GGUF keys of models with recurrent layers: short convolutions, Mamba-2 and the delta rule.
 
 A layer without key and value heads (`attention.head_count_kv` is a list) is a recurrent one.
 """
@@ -70,6 +70,54 @@ def granite_hybrid(metadata: Metadata, config: dict[str, Any]) -> None:
     config.pop("partial_rotary_factor")
 
 
+def qwen3_5(metadata: Metadata, config: dict[str, Any]) -> None:
+    """Qwen3.5; of the delta rule, `time_step_rank` is the heads of values, `group_count` of keys.
+
+    The layers behind the last one predict further tokens; a file may be without them.
+    """
+    inner, heads = metadata.number("ssm.inner_size"), metadata.number("ssm.time_step_rank")
+    key_heads = metadata.number("ssm.group_count")
+    if inner % heads or heads % key_heads:
+        raise ValueError(
+            f"'{metadata.file.path}': ssm.inner_size={inner} is no multiple of {heads} heads, or "
+            f"those of {key_heads} heads of keys; the file is damaged"
+        )
+    config |= {
+        "linear_conv_kernel_dim": metadata.number("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.number("ssm.state_size"),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": inner // heads,
+        "full_attention_interval": metadata.number("full_attention_interval", default=4),
+    }
+    config.pop("mlp_bias")
+    metadata.get("rope.dimension_sections")  # of text alone, positions count alike in all
+    if metadata.get("nextn_predict_layers"):
+        further = metadata.number("nextn_predict_layers")
+        config["num_hidden_layers"] -= further
+        config["num_nextn_predict_layers"] = further
+
+
+def qwen3_5_moe(metadata: Metadata, config: dict[str, Any]) -> None:
+    """Qwen3.5's mixtures."""
+    qwen3_5(metadata, config)
+    wide = metadata.number("expert_feed_forward_length")
+    config |= {
+        "num_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "moe_intermediate_size": wide,
+        "shared_expert_intermediate_size": metadata.number(
+            "expert_shared_feed_forward_length", default=wide
+        ),
+    }
+
+
+def qwen3_next(metadata: Metadata, config: dict[str, Any]) -> None:
+    """Qwen3-Next."""
+    qwen3_5_moe(metadata, config)
+    config["norm_topk_prob"] = True
+
+
 def _mamba2(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of Mamba-2 layers; `ssm.time_step_rank` is the number of heads."""
     inner, heads = metadata.number("ssm.inner_size"), metadata.number("ssm.time_step_rank")
@@ -90,6 +138,68 @@ def _mamba2(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in names),
         "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in names),
     }
+
+
+def nemotron_h(metadata: Metadata, config: dict[str, Any]) -> None:
+    """Nemotron-H and its mixtures: a layer is Mamba-2, attention, or what it has feed-forward.
+
+    What a layer is, its own numbers of heads and of feed-forward channels say.
+    """
+    count = config["num_hidden_layers"]
+    heads, wide = (metadata.get(key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    if not isinstance(heads, list) or not isinstance(wide, list) or len(wide) < count:
+        raise ValueError(
+            f"'{metadata.file.path}': attention.head_count_kv and feed_forward_length must have a "
+            f"number for each of {count} layers; the file is damaged"
+        )
+    experts = metadata.get("expert_count")
+    feed = "moe" if experts else "mlp"
+    inner, groups = metadata.number("ssm.inner_size"), metadata.number("ssm.group_count")
+    mamba_heads = metadata.number("ssm.time_step_rank")
+    if inner % mamba_heads:
+        raise ValueError(
+            f"'{metadata.file.path}': ssm.inner_size={inner} is no multiple of {mamba_heads} "
+            "heads; the file is damaged"
+        )
+    further = metadata.number("nextn_predict_layers") if metadata.get("nextn_predict_layers") else 0
+    kinds = [
+        "full_attention" if own else feed if channels else "linear_attention"
+        for own, channels in zip(heads, wide, strict=True)
+    ][: count - further]
+    metadata.get("attention.layer_norm_epsilon")  # the norms are RMSNorms, of the other key
+    names = metadata.file.tensors
+    config |= {
+        "num_hidden_layers": len(kinds),
+        "num_nextn_predict_layers": further,
+        "layers_block_type": kinds,
+        "intermediate_size": max(wide) or config["hidden_size"],
+        "mamba_num_heads": mamba_heads,
+        "mamba_head_dim": inner // mamba_heads,
+        "ssm_state_size": metadata.number("ssm.state_size"),
+        "n_groups": groups,
+        "conv_kernel": metadata.number("ssm.conv_kernel"),
+        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in names),
+        "use_bias": any(name.endswith("ssm_in.bias") for name in names),
+        "mlp_bias": any(name.endswith("ffn_down.bias") for name in names),
+        "layer_norm_epsilon": config.pop("rms_norm_eps"),
+    }
+    for key in ("rope_theta", "partial_rotary_factor"):  # there are no positions
+        config.pop(key)
+    if experts:
+        config |= {
+            "n_routed_experts": metadata.number("expert_count"),
+            "num_experts_per_tok": metadata.number("expert_used_count"),
+            "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+            "moe_shared_expert_intermediate_size": metadata.number(
+                "expert_shared_feed_forward_length"
+            ),
+            "n_shared_experts": metadata.number("expert_shared_count", default=1),
+            "norm_topk_prob": metadata.get("expert_weights_norm") is not False,
+            "routed_scaling_factor": metadata.number("expert_weights_scale", REAL, default=1.0),
+            "n_group": metadata.number("expert_group_count", default=1),
+            "topk_group": metadata.number("expert_group_used_count", default=1),
+            "moe_latent_size": metadata.get("moe_latent_size"),
+        }
 
 
 def _kinds(metadata: Metadata, config: dict[str, Any], recurrent: str) -> list[str]:

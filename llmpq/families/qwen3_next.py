@@ -155,5 +155,8 @@ FAMILY = replace(
             "mixer_in.weight": Arrange(rows=_qkvz),
             "step.weight": Arrange(rows=_ba),
         },
+        otherwise={
+            "mixer_in.weight": (f"{_LINEAR}.in_proj_qkv.weight", f"{_LINEAR}.in_proj_z.weight"),
+        },
     ),
 )

@@ -107,7 +107,8 @@ class NameTable:
     apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Parts of experts as quantised checkpoints call them, where others keep all in one tensor."""
     otherwise: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Parts -> what they are called in a checkpoint that has nothing by the names of the table."""
+    """Parts -> what they are called in a checkpoint that has nothing by the names of the table; in
+    our form."""
     mtp: MtpNames | None = None
     """Of a head that predicts a further token; None where no checkpoint of the family has one."""
 
@@ -139,7 +140,8 @@ class NameTable:
             {part: renamed.get(part, names) for part, names in table.items()}
             for table in (used.layer, used.dense)
         )
-        return replace(used, layer=layer, dense=dense)
+        arrange = {part: how for part, how in used.arrange.items() if part not in renamed}
+        return replace(used, layer=layer, dense=dense, arrange=arrange)
 
     def _named(self, part: str) -> str:
         """Return the first name of a part in the tables of layers."""

@@ -3,7 +3,7 @@
 The file's names become the Hugging Face ones that the families' tables know (the `gguf` package has
 the list), and what llama.cpp's converter changed is changed back: rows of queries and keys of
 Llama's kind lie in pairs of rotated channels, Gemma's norms are stored as 1 + w, all experts of a
-layer are one tensor.
+layer are one tensor, Qwen3.5's heads of values lie by turns of their key heads.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from llmpq.checkpoints.gguf_config import UNREAD, architecture_of
 from llmpq.checkpoints.gguf_file import GgufTensor, open_gguf
+from llmpq.families.common.spec_values import Recurrent
 from llmpq.families.record import AS_IT_IS
 from llmpq.kernels.weights.codebook_weight import CodebookWeight, ordered
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight
@@ -43,6 +44,8 @@ SAMPLED_ROWS = 64
 """Rows by which a second rounding is measured."""
 _log = logging.getLogger("llmpq.weights")
 BLOCK = re.compile(r"blk\.([0-9]+)\.")
+DELTA = re.compile(r"\.linear_attn\.(in_proj_\w+|conv1d|A_log|dt_bias)")
+"""Parts of the delta rule with rows of every head of values."""
 
 
 class GgufCheckpoint(CheckpointSource):
@@ -108,7 +111,12 @@ class GgufCheckpoint(CheckpointSource):
             piece = (whole_numbers if eight else codes_of)(tensor, stored.expert)
             if piece is None:
                 return None
-            pieces.append(piece.rows(partial(self._their_rows, name)))
+            piece = piece.rows(partial(self._their_rows, name))
+            if self._has_columns_by_turns(name):
+                if shape[1] // self._delta().heads % GROUP:
+                    return None
+                piece = piece.columns(self._together)
+            pieces.append(piece)
             kinds.append(tensor.kind)
         got = (sum(p.codes_NK.shape[0] for p in pieces), pieces[0].codes_NK.shape[1])
         if got != shape or len({p.codes_NK.shape[1] for p in pieces}) > 1:
@@ -133,6 +141,8 @@ class GgufCheckpoint(CheckpointSource):
             stored = self._stored.get(name if row is None else row["name"])
             made = None if stored is None else stored.make
             if stored is None or (made is not None and made not in ONE_BELOW):
+                return None
+            if self._has_columns_by_turns(name):
                 return None
             expert = stored.expert if row is None else int(row["index"])
             tensors = [self._file.tensors[own] for own in stored.names]
@@ -175,10 +185,31 @@ class GgufCheckpoint(CheckpointSource):
 
     def _their_rows(self, name: str, rows: Tensor) -> Tensor:
         """Return a matrix's rows in the Hugging Face order."""
+        delta = DELTA.search(name)
+        if self._means.by_turns and delta is not None:
+            form = self._delta()
+            kept = 2 * form.key_heads * form.key_dim if delta[1] in ("in_proj_qkv", "conv1d") else 0
+            return torch.cat((rows[:kept], self._together(rows[kept:])))
         kind = re.search(r"\.([qk])_proj\.(weight|bias)$", name)
         if not self._means.pairs or kind is None:
             return rows
         return _halves(rows, self.spec.heads if kind[1] == "q" else self.spec.kv_heads)
+
+    def _delta(self) -> Recurrent:
+        form = self.spec.recurrent
+        assert form is not None
+        return form
+
+    def _has_columns_by_turns(self, name: str) -> bool:
+        form = self.spec.recurrent
+        turned = self._means.by_turns and name.endswith("linear_attn.out_proj.weight")
+        return turned and form is not None and form.heads > form.key_heads
+
+    def _together(self, rows: Tensor) -> Tensor:
+        """Return heads of values, as many rows each, with those of one key head side by side."""
+        form = self._delta()
+        by_turns = rows.view(form.heads // form.key_heads, form.key_heads, -1, *rows.shape[1:])
+        return by_turns.transpose(0, 1).reshape(rows.shape)
 
     def _index(self) -> dict[str, str]:
         """Return name -> file, by the families' names where a tensor has one."""
@@ -195,7 +226,12 @@ class GgufCheckpoint(CheckpointSource):
     def _names(self) -> set[str]:
         """Return every name that the family's tables may ask for."""
         self.root, self.file_of = self.names.roots[0], {}
-        return self._expected() | {self.names.output}
+        if self._means.experts_apart:
+            self.names = self.names.with_experts_apart()
+        layers = range(self.spec.num_layers)
+        others = [name for names in self.names.otherwise.values() for name in names]
+        also = {self.root + name.format(i=i, e=0) for name in others for i in layers}
+        return self._expected() | also | {self.names.output}
 
     def _output_name(self) -> str:
         return self.names.output
@@ -231,11 +267,14 @@ class GgufCheckpoint(CheckpointSource):
         stored = self._stored[name]
         if stored.make is not None:  # an expert's row of each, where a row is asked for
             own = [values_of(self._file.tensors[part], index) for part in stored.names]
-            return stored.make(own)
+            return self._their_rows(name, stored.make(own))
         tensor = values_of(self._file.tensors[stored.names[0]], stored.expert)
-        if self._means.above_one and name.endswith("norm.weight"):
+        of_mixer = name.endswith("linear_attn.norm.weight")
+        if self._means.above_one and name.endswith("norm.weight") and not of_mixer:
             tensor = tensor - 1
         tensor = self._their_rows(name, tensor)
+        if self._has_columns_by_turns(name):
+            tensor = self._together(tensor.T).T
         # A file drops a first dimension of one.
         return tensor if index is None or tensor.ndim == 1 else tensor[index]
 

@@ -50,6 +50,16 @@ class BlockCodes:
         codes, scale = order(self.codes_NK), order(self.scale_NG)
         return BlockCodes(codes_NK=codes, scale_NG=scale, zero=self.zero, low_NG=low)
 
+    def columns(self, order: Callable[[Tensor], Tensor]) -> BlockCodes:
+        """Return the same weights with columns in another order, that of whole groups."""
+        return self._transposed().rows(order)._transposed()
+
+    def _transposed(self) -> BlockCodes:
+        low = None if self.low_NG is None else self.low_NG.T
+        return BlockCodes(
+            codes_NK=self.codes_NK.T, scale_NG=self.scale_NG.T, zero=self.zero, low_NG=low
+        )
+
 
 def codes_of(tensor: GgufTensor, expert: int | None) -> BlockCodes | None:
     """Return a matrix's codes, or one expert's; None for a type whose grid is not even."""

@@ -8,7 +8,8 @@ Most names follow from the `gguf` package's table. The others:
                               at a time, where the file has no attn_kv_b
     e_score_correction_bias   exp_probs_b.bias
     q_layernorm.norms.3       StableLM: row 3 of attn_q_norm, as of k
-    A_log, D, norm, conv      Mamba-2: log(-ssm_a); others without dimensions, or with one, of one
+    A_log, D, norm, conv      Mamba-2 and delta rule: log(-ssm_a); others without dimensions, or
+                              with one, of one
     input_linear              Granite 4: gates above ups, of an MLP, or of all experts
 
 Legend: H heads, L kv_rank, N nope_dim, V v_dim.
@@ -36,8 +37,8 @@ CORRECTIONS = {
     "feed_forward.expert_bias": "feed_forward.expert_bias.bias",
 }
 """How a name ends that the package's table knows with a dot more."""
-EXPERT_PARTS = {"w1": "gate", "w2": "down", "w3": "up"}
-"""What LFM2 calls an expert's matrices, which the package's table leaves out."""
+EXPERT_PARTS = {"w1": "gate", "w2": "down", "w3": "up", "up_proj": "up", "down_proj": "down"}
+"""What LFM2 and Nemotron-H call an expert's matrices, which the package's table leaves out."""
 
 Make = Callable[[list[Tensor]], Tensor]
 
@@ -149,6 +150,10 @@ def _flat(pieces: list[Tensor]) -> Tensor:
     return pieces[0].flatten()
 
 
+def _one_row(pieces: list[Tensor]) -> Tensor:
+    return pieces[0].reshape(1, -1)
+
+
 def _logarithm(pieces: list[Tensor]) -> Tensor:
     """Return A's logarithm; a file has what becomes of it, -e^A."""
     return (-pieces[0].float()).log().flatten()
@@ -157,7 +162,16 @@ def _logarithm(pieces: list[Tensor]) -> Tensor:
 SHARED_OR_NOT = ("ffn_gate.weight", "ffn_down.weight")
 """Of an MLP that a file of a mixture calls `shexp`, since it stands beside experts."""
 _EXPERTS = "mlp.experts."
+_MAMBA2: Mapping[str, tuple[tuple[str, ...], Make]] = {
+    "conv1d.weight": (("ssm_conv1d.weight",), _apart),
+    "A_log": (("ssm_a",), _logarithm),
+    "D": (("ssm_d",), _flat),
+    "dt_bias": (("ssm_dt.bias",), _first),
+    "norm.weight": (("ssm_norm.weight",), _flat),
+}
 MADE: Mapping[str, tuple[tuple[str, ...], Make]] = {
+    **{f"{mixer}.{part}": how for mixer in ("mamba", "mixer") for part, how in _MAMBA2.items()},
+    "mixer.gate.e_score_correction_bias": (("exp_probs_b.bias",), _first),
     f"{_EXPERTS}gate_up_proj": (
         ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
         _gates_and_ups,
@@ -166,11 +180,10 @@ MADE: Mapping[str, tuple[tuple[str, ...], Make]] = {
     f"{_EXPERTS}down_proj": (("ffn_down_exps.weight",), _transposed),
     f"{_EXPERTS}down_proj_bias": (("ffn_down_exps.bias",), _first),
     "conv.conv.weight": (("shortconv.conv.weight",), _apart),
-    "mamba.conv1d.weight": (("ssm_conv1d.weight",), _apart),
-    "mamba.A_log": (("ssm_a",), _logarithm),
-    "mamba.D": (("ssm_d",), _flat),
-    "mamba.dt_bias": (("ssm_dt.bias",), _first),
-    "mamba.norm.weight": (("ssm_norm.weight",), _flat),
+    "linear_attn.conv1d.weight": (("ssm_conv1d.weight",), _apart),
+    "linear_attn.A_log": (("ssm_a",), _logarithm),
+    "linear_attn.dt_bias": (("ssm_dt.bias",), _first),
+    "mlp.shared_expert_gate.weight": (("ffn_gate_inp_shexp.weight",), _one_row),
     "shared_mlp.input_linear.weight": (("ffn_gate.weight", "ffn_up.weight"), _above),
     "shared_mlp.output_linear.weight": (("ffn_down.weight",), _first),
     "block_sparse_moe.input_linear.weight": (

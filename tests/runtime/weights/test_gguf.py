@@ -94,6 +94,62 @@ GRANITE_4_SAYS = {
     "residual_scale": 0.5,
     "logit_scale": 4.0,
 }
+DELTA = {
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e5,
+        "partial_rotary_factor": 0.25,
+    },
+}
+DELTA_SAYS = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 6,
+    "ssm.inner_size": 192,
+    "full_attention_interval": 2,
+}
+SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
+SHARED_EXPERT_SAYS = {
+    "expert_count": 6,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 40,
+    "expert_shared_feed_forward_length": 56,
+}
+NEMOTRON = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+}
+NEMOTRON_SAYS = {
+    "attention.head_count_kv": [0, 0, 2, 0],
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.layer_norm_epsilon": 1e-5,
+    "ssm.inner_size": 96,
+    "ssm.time_step_rank": 8,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.conv_kernel": 4,
+    "rope.dimension_count": 24,
+}
+SECTIONS = {"rope.dimension_sections": [11, 11, 10, 0]}
 KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     # What it is: Transformers' class, the file's architecture, config, metadata beside the common.
     "llama": ("Llama", "llama", {}, {}),
@@ -157,6 +213,60 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
             "expert_used_count": 3,
             "expert_feed_forward_length": 40,
             "expert_gating_func": 2,
+        },
+    ),
+    "qwen3next": (
+        "Qwen3Next",
+        "qwen3next",
+        {**DELTA, **SHARED_EXPERT, "norm_topk_prob": True},
+        {**DELTA_SAYS, **SHARED_EXPERT_SAYS},
+    ),
+    "qwen35": ("Qwen3_5Text", "qwen35", DELTA, {**DELTA_SAYS, **SECTIONS}),
+    "qwen35moe": (
+        "Qwen3_5MoeText",
+        "qwen35moe",
+        {**DELTA, **SHARED_EXPERT},
+        {**DELTA_SAYS, **SHARED_EXPERT_SAYS, **SECTIONS},
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+            "use_bias": True,
+        },
+        {**NEMOTRON_SAYS, "feed_forward_length": [0, 96, 0, 96]},
+    ),
+    "nemotron_h_moe": (
+        "NemotronH",
+        "nemotron_h_moe",
+        {
+            **NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 56,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_latent_size": 32,
+        },
+        {
+            **NEMOTRON_SAYS,
+            "feed_forward_length": [0, 40, 0, 40],
+            "expert_count": 8,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 40,
+            "expert_shared_feed_forward_length": 56,
+            "expert_shared_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+            "expert_group_count": 1,
+            "moe_latent_size": 32,
         },
     ),
     "granitehybrid": ("GraniteMoeHybrid", "granitehybrid", GRANITE_4, GRANITE_4_SAYS),
@@ -329,6 +439,14 @@ def in_pairs(rows: Tensor, heads: int) -> Tensor:
 
 
 HYBRID: dict[str, tuple[str, Callable[[Tensor, Any], Tensor]]] = {
+    "mixer.conv1d.weight": ("ssm_conv1d.weight", lambda t, _: t[:, 0]),
+    "mixer.A_log": ("ssm_a", lambda t, _: -t.exp()[:, None]),
+    "mixer.D": ("ssm_d", lambda t, _: t[:, None]),
+    "mixer.dt_bias": ("ssm_dt.bias", lambda t, _: t),
+    "mixer.norm.weight": ("ssm_norm.weight", lambda t, c: t.view(c.n_groups, -1)),
+    "mixer.gate.e_score_correction_bias": ("exp_probs_b.bias", lambda t, _: t),
+    "mixer.experts.up_proj": ("ffn_up_exps.weight", lambda t, _: t),
+    "mixer.experts.down_proj": ("ffn_down_exps.weight", lambda t, _: t),
     "conv.conv.weight": ("shortconv.conv.weight", lambda t, _: t[:, 0]),
     "mamba.conv1d.weight": ("ssm_conv1d.weight", lambda t, _: t[:, 0]),
     "mamba.conv1d.bias": ("ssm_conv1d.bias", lambda t, _: t),
@@ -338,6 +456,49 @@ HYBRID: dict[str, tuple[str, Callable[[Tensor, Any], Tensor]]] = {
     "mamba.norm.weight": ("ssm_norm.weight", lambda t, c: t.view(c.mamba_n_groups, -1)),
 }
 """A part of a recurrent layer -> what a file calls it, and its form there."""
+
+
+def by_turns(tensor: Tensor, config: Any, dim: int = 0) -> Tensor:
+    """A head of values of every key head in turn, where those of one key head lay together."""
+    shared = config.linear_num_value_heads // config.linear_num_key_heads
+    by_head = tensor.unflatten(dim, (config.linear_num_key_heads, shared, -1))
+    return by_head.transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def of_delta(name: str, tensor: Tensor, config: Any, arch: str) -> dict[str, Tensor]:
+    """The tensors that a converter makes of one of the delta rule."""
+    layer, part = name.split(".")[2], name.partition("linear_attn.")[2].removesuffix(".weight")
+    keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    if part == "in_proj_qkvz":
+        by_head = tensor.unflatten(0, (config.linear_num_key_heads, -1))
+        wide = config.linear_key_head_dim
+        value = (by_head.shape[1] - 2 * wide) // 2
+        q, k, v, z = (t.flatten(0, 1) for t in by_head.split([wide, wide, value, value], dim=1))
+        made = {"attn_qkv.weight": torch.cat((q, k, v)), "attn_gate.weight": z}
+        return {f"blk.{layer}.{own}": piece for own, piece in made.items()}
+    tensor = {"A_log": lambda t: -t.exp(), "conv1d": lambda t: t[:, 0]}.get(part, lambda t: t)(
+        tensor
+    )
+    if arch != "qwen3next":
+        if part in ("in_proj_qkv", "conv1d"):
+            tensor = torch.cat((tensor[:keys], by_turns(tensor[keys:], config)))
+        elif part == "out_proj":
+            tensor = by_turns(tensor, config, dim=1)
+        elif part != "norm":
+            tensor = by_turns(tensor, config)
+    own = {
+        "in_proj_qkv": "attn_qkv.weight",
+        "in_proj_z": "attn_gate.weight",
+        "in_proj_a": "ssm_alpha.weight",
+        "in_proj_b": "ssm_beta.weight",
+        "in_proj_ba": "ssm_ba.weight",
+        "conv1d": "ssm_conv1d.weight",
+        "A_log": "ssm_a",
+        "dt_bias": "ssm_dt.bias",
+        "norm": "ssm_norm.weight",
+        "out_proj": "ssm_out.weight",
+    }
+    return {f"blk.{layer}.{own[part]}": tensor}
 
 
 def converted(model: Any, kind: str) -> dict[str, Tensor]:
@@ -354,7 +515,11 @@ def converted(model: Any, kind: str) -> dict[str, Tensor]:
         turned = re.search(r"\.([qk])_proj\.", name)
         if turned and arch in IN_PAIRS:
             tensor = in_pairs(tensor, heads[turned[1]])
-        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        if ".linear_attn." in name:
+            found |= of_delta(name, tensor, config, arch)
+            continue
+        above_one = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+        if arch in above_one and name.endswith("norm.weight"):
             tensor = tensor + 1
         if name.endswith("experts.gate_up_proj"):
             layer = name.split(".")[2]
@@ -382,7 +547,8 @@ def converted(model: Any, kind: str) -> dict[str, Tensor]:
             assert behind == f"{rows.shape[0]}.weight"
             found[stored] = torch.cat((rows, tensor[None]))
         else:
-            stored = table.get_name(name, try_suffixes=(".weight", ".bias"))
+            told = name.replace("model.", "backbone.") if arch.startswith("nemotron_h") else name
+            stored = table.get_name(told, try_suffixes=(".weight", ".bias"))
             if name.endswith("feed_forward.expert_bias"):
                 stored = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
             gates = (".mlp.gate.", ".feed_forward.gate.", ".block_sparse_moe.router.")
@@ -414,14 +580,14 @@ def model_frequencies(config: Any) -> Tensor:
 
 def common(config: Any, arch: str) -> dict[str, Any]:
     rope = getattr(config, "rope_parameters", None) or {}
-    theta = (rope.get("full_attention") or rope).get("rope_theta")
+    theta = (rope.get("full_attention") or rope).get("rope_theta", 1e4)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     share = rope.get("partial_rotary_factor", 1.0)
     return {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None) or 1,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_dim,
@@ -438,7 +604,8 @@ def norm_epsilon(config: Any) -> dict[str, float]:
     rms = getattr(config, "rms_norm_eps", None) or getattr(config, "norm_eps", None)
     if rms is not None and not hasattr(config, "layer_norm_eps"):
         return {"attention.layer_norm_rms_epsilon": rms}
-    found = getattr(config, "layer_norm_eps", None) or config.norm_epsilon
+    names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+    found = next(getattr(config, name) for name in names if hasattr(config, name))
     return {"attention.layer_norm_epsilon": found}
 
 
@@ -455,7 +622,8 @@ def write(
     for name, tensor in tensors.items():
         array = tensor.detach().float().contiguous().numpy()
         number = gguf.GGMLQuantizationType[form]
-        if form != "F32" and array.ndim > 1 and "norm" not in name and "_inp" not in name:
+        plain = any(part in name for part in ("norm", "_inp", "conv1d"))
+        if form != "F32" and array.ndim > 1 and not plain:
             writer.add_tensor(name, stored_as(array, number), raw_dtype=number)
         else:
             writer.add_tensor(name, array)
@@ -971,6 +1139,7 @@ def test_scales_too_small_for_float16_are_read_as_numbers(tmp_path: Path) -> Non
 
 
 KEPT = [(kind, form) for kind in ("llama", "glm4") for form in ("Q8_0", "Q4_0", "Q4_K", "Q5_K")]
+KEPT.append(("qwen35", "Q4_0"))  # whose columns are put in another order, too
 
 
 @pytest.mark.parametrize(("kind", "form"), KEPT)
@@ -983,17 +1152,18 @@ def test_runs_of_kept_codes_give_the_logits_of_their_numbers(
     name, _, changes, _ = KINDS[kind]
     torch.manual_seed(3)
     config = getattr(transformers, f"{name}Config")(**{**BASE, **changes, **WIDE, "head_dim": 64})
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).float().eval()
     write_model(kind, path, form, model)
     precision = Precision.W4A16 if form.startswith("Q4") else Precision.W8A16
     options: dict[str, Any] = {"dtype": torch.float32}
+    layers = config.num_hidden_layers
     packed = logits(
         path,
-        precisions=[precision] * 2,
+        precisions=[precision] * layers,
         scheme=Quantization(group_size=32, symmetric=form.endswith("_0")).scheme,
         **options,
     )
-    rounded = logits(path, precisions=[precision] * 2, **options)
+    rounded = logits(path, precisions=[precision] * layers, **options)
     want = logits(path, **options)
     assert relative(packed, want) < 5e-6 < relative(rounded, want)
 
