@@ -35,11 +35,11 @@ def export_plan(request: ExportRequest) -> None:
     """Write a plan for an engine to `-o` or stdout; the rest goes to stderr, a line each."""
     plan = read_plan(request.plan)
     shared = [stage.device for stage in plan.stages if stage.devices]
-    if shared and request.to not in CHECKPOINTS:
+    if shared and request.to not in SHARES:
         raise ValueError(
             f"stage {shared[0]} is shared by several devices (tensor parallel), which --to "
-            f"{request.to} does not write; export to {' or '.join(CHECKPOINTS)}, or plan with "
-            "--tensor-parallel 1"
+            f"{request.to} cannot say; export to {', '.join(SHARES[:-1])} or {SHARES[-1]}, or plan "
+            "with --tensor-parallel 1"
         )
     if isinstance(plan, Topology):
         exported = _engines(request, plan)
@@ -60,6 +60,10 @@ SERVERS = ("vllm", "sglang")
 """Engines whose settings end in a command of a server."""
 CHECKPOINTS = ("compressed-tensors", "gptqmodel")
 """What is written once for all engines, where they have the same precisions."""
+
+
+SHARES = (*SERVERS, "llamacpp", *CHECKPOINTS)
+"""What may be written of plans whose stages several devices share."""
 
 
 def _engines(request: ExportRequest, topology: Topology) -> Exported:

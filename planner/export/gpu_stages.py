@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from llmpq.devices.device_spec import OLDEST_BFLOAT16, DeviceSpec, device_specs
+from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 
 OLDEST_WHEEL = (7, 5)
@@ -13,13 +14,13 @@ OLDEST_WHEEL = (7, 5)
 
 def require_gpus(plan: Plan, engine: str) -> None:
     """Raise `ValueError` for a CPU stage, GPUs of two makers, or bfloat16 where there is none."""
-    cpus = [stage.device for stage in plan.stages if stage.is_cpu]
+    cpus = [place.device for place in plan.places if place.is_cpu]
     if cpus:
         raise ValueError(
             f"{engine} runs no stage on a CPU beside GPUs, the plan has {', '.join(cpus)}; plan "
             "with a cluster of the GPUs alone, or export with --to llamacpp or --to accelerate"
         )
-    makers = {_maker(plan, stage): stage.device for stage in plan.stages}
+    makers = {_maker(plan, place): place.device for place in plan.places}
     if len(makers) > 1:
         raise ValueError(
             f"{engine} is built for one maker's GPUs, the plan has {' and '.join(makers)} "
@@ -27,19 +28,41 @@ def require_gpus(plan: Plan, engine: str) -> None:
         )
     if plan.workload.dtype != "bfloat16":
         return
-    for stage in plan.stages:
-        spec = spec_of(plan, stage)
+    for place in plan.places:
+        spec = spec_of(plan, place)
         if spec is not None and not spec.has_bfloat16:
             raise ValueError(
-                f"{engine} has no bfloat16 on {stage.device} ({stage.kind}, compute capability "
+                f"{engine} has no bfloat16 on {place.device} ({place.kind}, compute capability "
                 f"{spec.capability}): it asks for {_text(OLDEST_BFLOAT16)} at least; plan with "
                 "--dtype float16, or leave the device out"
             )
 
 
+def tensor_parallel_size(plan: Plan, spec: ModelSpec, engine: str) -> int:
+    """Return how many GPUs share each stage; `ValueError` where that is not even everywhere."""
+    sizes = {len(stage.members) for stage in plan.stages}
+    if len(sizes) > 1 or any(len(set(stage.shares)) > 1 for stage in plan.stages):
+        parts = ", ".join(
+            f"{stage.device} {':'.join(map(str, stage.shares)) or '1'}" for stage in plan.stages
+        )
+        raise ValueError(
+            f"{engine} has as many GPUs in every stage, each with an equal share of its layers, "
+            f"the plan's shares are {parts}; plan with --tensor-parallel N for equal ones, with "
+            "--tensor-parallel 1 without, or run the plan with llmpq-dist"
+        )
+    (size,) = sizes
+    if spec.heads % size or (spec.kv_heads % size and size % spec.kv_heads):
+        raise ValueError(
+            f"{engine} cuts the {spec.heads} heads and {spec.kv_heads} KV heads of {spec.name} "
+            f"into equal parts, the plan has {size} GPUs in a stage; plan with another "
+            "--tensor-parallel"
+        )
+    return size
+
+
 def old_line(plan: Plan, engine: str) -> str | None:
     """Say which devices the engine's present release has no code for."""
-    old = [s for s in plan.stages if (_capability(plan, s) or OLDEST_WHEEL) < OLDEST_WHEEL]
+    old = [s for s in plan.places if (_capability(plan, s) or OLDEST_WHEEL) < OLDEST_WHEEL]
     if not old:
         return None
     names = ", ".join(
@@ -70,13 +93,13 @@ def visible_devices(stages: list[StagePlan]) -> str:
 
     Numbers are nvidia-smi's, which go by the PCI bus; by default CUDA begins with the fastest.
     """
-    numbers = ",".join(str(s.device_index) for s in stages)
+    numbers = ",".join(str(one.device_index) for s in stages for one in s.members)
     return f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers}"
 
 
 def pipeline_comment(engine: str, version: str, plan: Plan) -> str:
     """Return the comment that says what the command is for."""
-    stages = ", ".join(f"{s.device}@{s.node}" for s in plan.stages)
+    stages = ", ".join(f"{'+'.join(s.device_names)}@{s.node}" for s in plan.stages)
     return f"# {engine} {version}: stages on {stages}"
 
 

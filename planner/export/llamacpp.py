@@ -69,6 +69,8 @@ class LayerSplit:
     gpus: list[StagePlan]
     split: list[int]
     """Layers of each GPU, those kept in host memory and the output matrix included."""
+    mode: str = "layer"
+    """`tensor`: every layer is divided among the GPUs, by `split`."""
     hosted: list[int]
     """Layers assigned to a GPU whose weights stay in host memory."""
     output_hosted: bool
@@ -83,10 +85,15 @@ def llamacpp(plan: Plan, spec: ModelSpec) -> Exported:
     plain = PLAIN_TYPES[plan.workload.dtype]
     quantise, model = _quantise(plan, spec, plain)
     types = _file_types(plan, spec, plain)
-    memory, lack = memory_lines(plan, spec, _shares(plan, place), types)
+    memory, lack = None, None
+    if place.mode == "layer":
+        memory, lack = memory_lines(plan, spec, _shares(plan, place), types)
     lines = [
         f"# llama.cpp ({engine_flags()['llamacpp']['version']}), on {main}: "
-        + ", ".join(f"{s.device} layers {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages),
+        + ", ".join(
+            f"{'+'.join(s.device_names)} layers {s.layers[0]}-{s.layers[1] - 1}"
+            for s in plan.stages
+        ),
         _convert(plan, plain),
         *quantise,
     ]
@@ -135,6 +142,9 @@ def _main_node(plan: Plan) -> str:
 
 
 def _placement(plan: Plan) -> LayerSplit:
+    shared = [stage for stage in plan.stages if stage.shares]
+    if shared:
+        return _divided(plan, shared[0])
     gpus = [stage for stage in plan.stages if not stage.is_cpu]
     split: list[int] = []
     hosted: list[int] = []
@@ -151,6 +161,23 @@ def _placement(plan: Plan) -> LayerSplit:
         split=split,
         hosted=hosted,
         output_hosted=bool(split) and plan.stages[-1].is_cpu,
+    )
+
+
+def _divided(plan: Plan, shared: StagePlan) -> LayerSplit:
+    """Return every layer divided among the GPUs of the plan's one stage."""
+    if len(plan.stages) > 1 or shared.is_cpu:
+        raise ValueError(
+            "llama.cpp divides all layers among the same GPUs (--split-mode tensor) or none, stage "
+            f"{shared.device} is {'a CPU' if shared.is_cpu else 'one of several'}; plan with "
+            "--tensor-parallel for all GPUs, or with --tensor-parallel 1 without"
+        )
+    return LayerSplit(
+        gpus=list(shared.members),
+        split=list(shared.shares),
+        mode="tensor",
+        hosted=[],
+        output_hosted=False,
     )
 
 
@@ -213,7 +240,9 @@ def _quantise(plan: Plan, spec: ModelSpec, plain: str) -> tuple[list[str], str]:
 
 
 def _serve(plan: Plan, place: LayerSplit, model: str, main: str) -> str:
-    words = ["llama-server", "-m", model, "-ngl", str(sum(place.split))]
+    divided = place.mode == "tensor"
+    layers = plan.model.num_layers + 1 if divided else sum(place.split)
+    words = ["llama-server", "-m", model, "-ngl", str(layers)]
     remote = [s for s in place.gpus if s.node != main]
     if remote:
         named = {node.name: node.host for node in plan.nodes}
@@ -221,7 +250,7 @@ def _serve(plan: Plan, place: LayerSplit, model: str, main: str) -> str:
         words += ["--rpc", ",".join(hosts)]
     words += ["--device", ",".join(_names(place.gpus, main)) or "none"]
     if len(place.gpus) > 1:
-        words += ["--split-mode", "layer", "--tensor-split", ",".join(map(str, place.split))]
+        words += ["--split-mode", place.mode, "--tensor-split", ",".join(map(str, place.split))]
     if place.hosted:
         patterns = [f"blk\\.({'|'.join(map(str, place.hosted))})\\.=CPU"]
         patterns += ["^output=CPU"] if place.output_hosted else []
@@ -232,8 +261,9 @@ def _serve(plan: Plan, place: LayerSplit, model: str, main: str) -> str:
     words += ["--ctx-size", str(plan.workload.batch * (plan.workload.max_len + 1))]
     words += ["--parallel", str(plan.workload.batch)]
     cache = CACHE_TYPES.get(plan.workload.kv)
+    words += ["--flash-attn", "on"] if divided or cache is not None else []
     if cache is not None:
-        words += ["--flash-attn", "on", "--cache-type-k", cache, "--cache-type-v", cache]
+        words += ["--cache-type-k", cache, "--cache-type-v", cache]
     return " ".join(words)
 
 
@@ -273,6 +303,9 @@ def _missing(plan: Plan, place: LayerSplit) -> tuple[str, ...]:
         f"KV cache of layers {ranges(place.hosted)} in host memory: llama.cpp keeps it on the GPU "
         "of the layers before them"
         if place.hosted
+        else None,
+        "the same heads on each GPU: llama.cpp cuts by --tensor-split in units of its own"
+        if place.mode == "tensor"
         else None,
         emulated_line(plan),
     )

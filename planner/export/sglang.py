@@ -9,6 +9,7 @@ from llmpq.planner.export.gpu_stages import (
     pipeline_comment,
     require_gpus,
     stages_by_node,
+    tensor_parallel_size,
     visible_devices,
 )
 from llmpq.planner.export.result import (
@@ -33,6 +34,7 @@ def sglang(plan: Plan, spec: ModelSpec) -> Exported:
     require_gpus(plan, "SGLang")
     if spec.family == "bloom":
         raise ValueError("SGLang has no BLOOM models; export with --to vllm or --to llamacpp")
+    together = tensor_parallel_size(plan, spec, "SGLang")
     nodes = stages_by_node(plan, "SGLang")
     counts = [len(stages) for _, stages in nodes]
     if len(set(counts)) > 1:
@@ -44,9 +46,10 @@ def sglang(plan: Plan, spec: ModelSpec) -> Exported:
     lines = [pipeline_comment("SGLang", engine_flags()["sglang"]["version"], plan)]
     lines += quantise_comment(plan)
     lines.append(f"export SGLANG_PP_LAYER_PARTITION={','.join(map(str, layer_counts(plan)))}")
+    tensor_parallel = f"--tp-size {together} " if together > 1 else ""
     common = (
         f"python -m sglang.launch_server --model-path {quoted(model_id(plan))} "
-        f"--pp-size {len(plan.stages)} --dtype {plan.workload.dtype} "
+        f"--pp-size {len(plan.stages)} {tensor_parallel}--dtype {plan.workload.dtype} "
         f"--context-length {plan.workload.max_len + 1} "
         f"--max-running-requests {plan.workload.batch}"
     )

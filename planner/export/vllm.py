@@ -11,6 +11,7 @@ from llmpq.planner.export.gpu_stages import (
     pipeline_comment,
     require_gpus,
     stages_by_node,
+    tensor_parallel_size,
     visible_devices,
 )
 from llmpq.planner.export.result import (
@@ -36,6 +37,7 @@ CACHE_TYPES = {KVPrecision.KV8: "int8_per_token_head", KVPrecision.KV4: "int4_pe
 def vllm(plan: Plan, spec: ModelSpec) -> Exported:
     """Return the pipeline partition and serve command of vLLM."""
     require_gpus(plan, "vLLM")
+    together = tensor_parallel_size(plan, spec, "vLLM")
     nodes = stages_by_node(plan, "vLLM")
     lines = [pipeline_comment("vLLM", engine_flags()["vllm"]["version"], plan)]
     lines += quantise_comment(plan)
@@ -48,6 +50,8 @@ def vllm(plan: Plan, spec: ModelSpec) -> Exported:
         ]
     lines.append(f"export VLLM_PP_LAYER_PARTITION={','.join(map(str, layer_counts(plan)))}")
     command = f"vllm serve {quoted(model_id(plan))} --pipeline-parallel-size {len(plan.stages)}"
+    if together > 1:
+        command += f" --tensor-parallel-size {together}"
     if len(nodes) > 1:
         command += " --distributed-executor-backend ray"
     command += f" --dtype {plan.workload.dtype} --max-model-len {plan.workload.max_len + 1}"
@@ -76,8 +80,8 @@ def _memory_share(plan: Plan) -> float | None:
 
     None where a stage does not say its memory.
     """
-    known = [stage.memory for stage in plan.stages if stage.memory is not None]
-    if len(known) < len(plan.stages):
+    known = [place.memory for place in plan.places if place.memory is not None]
+    if len(known) < len(plan.places):
         return None
     least = min(m.limit_bytes / (m.limit_bytes + m.reserve_bytes) for m in known)
     return math.floor(100 * min(MOST_MEMORY, least)) / 100

@@ -270,3 +270,69 @@ def test_a_plan_of_an_unknown_model_asks_for_it(
 
 def test_ranges() -> None:
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+
+
+def _shared(*stages: tuple[int, ...], heads: str = "llama-2-7b") -> Plan:
+    """Return a plan of stages that two GPUs or more share, given by their shares."""
+    rows, start, gpu, spec = [], 0, 0, ModelSpec.by_name(heads)
+    for number, shares in enumerate(stages):
+        end = spec.num_layers * (number + 1) // len(stages)
+        names = [{"device": f"L4-{gpu + k}"} for k in range(len(shares))]
+        row = {"device": f"L4-{gpu}", "node": "box", "device_index": gpu, "kind": "L4",
+               "profile_kind": "L4", "layers": [start, end],
+               "precisions": ["w4a16"] * (end - start)}  # fmt: skip
+        rows.append({**row, "devices": names, "shares": shares} if len(shares) > 1 else row)
+        start, gpu = end, gpu + len(shares)
+    data = _on(("L4", "box", 0, spec.num_layers)).model_dump(mode="json", by_alias=True)
+    data["model"] = {"name": heads, "num_layers": start, "fingerprint": spec.fingerprint()}
+    return Plan.parse_data({**data, "stages": rows}, where="test")
+
+
+@pytest.mark.parametrize(
+    ("stages", "vllm", "sglang"),
+    [
+        ([(1, 1), (1, 1)], "--pipeline-parallel-size 2 --tensor-parallel-size 2 ", "2 --tp-size 2"),
+        ([(1, 1, 1, 1)], "--pipeline-parallel-size 1 --tensor-parallel-size 4 ", "1 --tp-size 4"),
+    ],
+)
+def test_stages_that_gpus_share_evenly(
+    stages: list[tuple[int, ...]], vllm: str, sglang: str
+) -> None:
+    plan = _shared(*stages)
+    for to, words in (("vllm", vllm), ("sglang", f"--pp-size {sglang} --dtype")):
+        text = WRITERS[to](plan, LLAMA).text
+        assert words in text and "CUDA_VISIBLE_DEVICES=0,1,2,3" in text and "L4-0+L4-1" in text
+
+
+@pytest.mark.parametrize("stages", [[(3, 1)], [(1, 1), (1,)], [(1, 1), (1, 1, 1)]])
+def test_servers_have_no_uneven_shares(stages: list[tuple[int, ...]]) -> None:
+    for to in ("vllm", "sglang"):
+        with pytest.raises(ValueError, match="each with an equal share of its layers, the plan's"):
+            WRITERS[to](_shared(*stages), LLAMA)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    spec = ModelSpec.by_name("llama-2-7b")  # 32 heads
+    with pytest.raises(ValueError, match="cuts the 32 heads and 32 KV heads"):
+        WRITERS["vllm"](_shared((1, 1, 1)), spec)
+
+
+def test_llamacpp_divides_all_layers_or_none() -> None:
+    written = WRITERS["llamacpp"](_shared((3, 1)), LLAMA)
+    words = "-ngl 33 --device CUDA0,CUDA1 --split-mode tensor --tensor-split 3,1"
+    assert words in written.text and "--flash-attn on" in written.text
+    assert any("--tensor-split in units of its own" in line for line in written.not_expressed)
+    with pytest.raises(ValueError, match="stage L4-0 is one of several; plan with"):
+        WRITERS["llamacpp"](_shared((1, 1), (1, 1)), LLAMA)
+
+
+def test_what_cannot_say_shares_names_what_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    _shared((1, 1)).save_json(path)
+    assert main(["export", str(path), "--to", "accelerate"]) == 2
+    said = capsys.readouterr().err
+    assert "export to vllm, sglang, llamacpp, compressed-tensors or gptqmodel, or plan" in said
+    assert main(["export", str(path), "--to", "vllm"]) == 0
+    assert "--tensor-parallel-size 2" in capsys.readouterr().out
