@@ -72,7 +72,6 @@ class EnginePrices:
         listed = list(dict.fromkeys(map(vectors.canonical, vectors.vectors)))
         self._floors = EngineFloors(self.p, listed, options.kvs, options.budget)
         self._parts: dict[Vector, Problem] = {}
-        self.num_solves = 0
 
     @property
     def rows(self) -> int:
@@ -149,7 +148,6 @@ class EnginePrices:
 
     def _solved(self, job: Problem, ceiling: float) -> tuple[Solved | None, float]:
         """Return the best plan below a ceiling and a bound; infinite where none fits."""
-        self.num_solves += 1
         left_s = min(self._engine_s, max(0.05, self.deadline_s - time.process_time()))
         options = replace(self.options, time_limit_s=min(left_s, self.options.time_limit_s))
         try:

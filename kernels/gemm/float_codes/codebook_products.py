@@ -31,14 +31,14 @@ from torch.nn import functional
 from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
 from llmpq.kernels.gemm.linear_gpu import linear_gpu
+from llmpq.kernels.gemm.scaled.small_groups import split_product
 from llmpq.kernels.kernel_table import Kernel, eligible
-from llmpq.kernels.multiprocessors import device_of, multiprocessors
+from llmpq.kernels.multiprocessors import device_of
 
 if TYPE_CHECKING:
     from llmpq.kernels.weights.codebook_weight import CodebookWeight
 
-BN, HALF = 32, 64
-PROGRAMS_PER_SM = 4
+HALF = 64
 
 
 @triton.jit
@@ -157,24 +157,7 @@ def codebook_linear_gpu(
     if Kernel.ROWS_GEMM not in _kernels(q, rows):
         y_MN = functional.linear(x_MK, dequantized(q, x_MK.dtype), bias)
         return y_MN if residual_MN is None else y_MN + residual_MN
-    x_MK, (n, k) = x_MK.contiguous(), (q.out_features, q.in_features)
-    bm = max(16, triton.next_power_of_2(rows))
-    tiles, groups = triton.cdiv(n, BN), triton.cdiv(k, GROUP)
-    splits = max(1, min(groups, PROGRAMS_PER_SM * multiprocessors(x_MK.device) // tiles))
-    part = x_MK.new_empty(splits, rows, n, dtype=torch.float32)
-    codebook_gemm_kernel[(tiles, 1, splits)](
-        x_MK,
-        *_operands(q),
-        part,
-        rows,
-        n,
-        k,
-        groups,
-        splits,
-        **_constants(q) | {"BM": bm, "BN": BN},
-        num_warps=4,
-    )
-    y = part[0] if splits == 1 else part.sum(0)
+    y = split_product(codebook_gemm_kernel, x_MK, q.out_features, _operands(q), _constants(q))
     if q.factor is not None:
         y = y * q.factor
     for more in (bias, residual_MN):

@@ -17,6 +17,9 @@ Cost: bits/8 + 2/G bytes moved a weight (4/G with zeros).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -154,27 +157,35 @@ def multiply(
     if Kernel.ROWS_GEMM not in eligible(KernelForm.ROWS, device_of(q.device), rows):
         y_MN = functional.linear(x_MK, dequantized(q, x_MK.dtype), bias)
         return y_MN if residual_MN is None else y_MN + residual_MN
-    x_MK, (n, k) = x_MK.contiguous(), (q.out_features, q.in_features)
-    bm = max(16, triton.next_power_of_2(rows))
+    y = split_product(product_kernel, x_MK, q.out_features, _operands(q), _constants(q))
+    for more in (bias, residual_MN):
+        y = y if more is None else y + more
+    return y.to(x_MK.dtype)
+
+
+def split_product(
+    kernel: Any, x_MK: Tensor, n: int, operands: Sequence[Tensor], constants: Mapping[str, Any]
+) -> Tensor:
+    """Return x w^T [M, N] in float32, K split over as many programs as the GPU has room for."""
+    rows, k = x_MK.shape
     tiles, groups = triton.cdiv(n, BN), triton.cdiv(k, GROUP)
     splits = max(1, min(groups, PROGRAMS_PER_SM * multiprocessors(x_MK.device) // tiles))
     part = x_MK.new_empty(splits, rows, n, dtype=torch.float32)
-    product_kernel[(tiles, 1, splits)](
-        x_MK,
-        *_operands(q),
+    kernel[(tiles, 1, splits)](
+        x_MK.contiguous(),
+        *operands,
         part,
         rows,
         n,
         k,
         groups,
         splits,
-        **_constants(q) | {"BM": bm, "BN": BN},
+        **constants,
+        BM=max(16, triton.next_power_of_2(rows)),
+        BN=BN,
         num_warps=4,
     )
-    y = part[0] if splits == 1 else part.sum(0)
-    for more in (bias, residual_MN):
-        y = y if more is None else y + more
-    return y.to(x_MK.dtype)
+    return part[0] if splits == 1 else part.sum(0)
 
 
 def dequantized(q: PackedWords, dtype: torch.dtype) -> Tensor:

@@ -7,19 +7,15 @@ import torch
 from triton import knobs
 
 from llmpq.cost_model import Phase
-from llmpq.kernels.weights import dense_weight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.profiler.timing import timed_layers
 from llmpq.profiler.timing.cases import Sampling, Target, TimedCase
 from llmpq.profiler.timing.timed_layers import TimedModel
-from llmpq.runtime.backends.gpu import cuda_layers
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
-from llmpq.runtime.cache import gpu_paged_kv
 from llmpq.runtime.cache.gpu_paged_kv import GpuPagedKV
-from llmpq.runtime.models.layers import DecoderLayer
-from reference.fused_twins import rope_append_pages_reference
+from reference.interpreted_stage import take_gpu_path
 
 pytestmark = [
     pytest.mark.interpret,
@@ -38,14 +34,7 @@ def over_gpu_pool(
 
 def test_steps_of_a_gpu_can_be_repeated(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timed_layers, "stage_over_pool", over_gpu_pool)
-    monkeypatch.setattr(gpu_paged_kv, "rope_append_pages", rope_append_pages_reference)
-    monkeypatch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
-    monkeypatch.setattr(
-        DecoderLayer,
-        "forward",
-        lambda layer, *given, **options: cuda_layers.decoder_layer(layer, *given, **options),
-    )
-    torch.set_num_threads(1)
+    take_gpu_path(monkeypatch, experts=False)
     spec = ModelSpec.from_directory(tiny_models.directory("llama"))
     timed = TimedModel(spec, torch.device("cpu"), Quantization(), Sampling())
     shapes: list[tuple[Phase, dict[str, int], int]] = [

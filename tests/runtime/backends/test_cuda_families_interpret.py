@@ -33,6 +33,7 @@ from llmpq.runtime.models.rotary import Rotary
 from llmpq.sizes.pool_size import PoolSize
 from reference.family_runs import Served, served, stages_of
 from reference.fused_twins import rope_append_pages_reference
+from reference.interpreted_stage import pack_quickly
 
 pytestmark = [
     pytest.mark.interpret,
@@ -159,9 +160,7 @@ def test_packed_blocks(
 ) -> None:
     """Chunks over a block's end: of a cache that layers share, of unlike heads, in windows."""
     monkeypatch.setattr(cuda_layers, "norm", lambda part, x, **_: part(x))  # the twin's
-    monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
-    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
-    PackedPlan.of.__func__.cache_clear()  # type: ignore[attr-defined]
+    pack_quickly(monkeypatch)
     prompts, size = random_prompts(190), replace(POOL, max_len=300, prefix_cache=False)
     options = {"size": size, "kv": "kv4", "step_tokens": 100}
     want = on_gpu(kind, prompts, on_cpu=True, **options)

@@ -9,27 +9,22 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.backends.build_stage import build_head, build_stage
-from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.backends.gpu.mtp_graphs import CudaMtpDrafts
-from llmpq.runtime.cache import gpu_paged_kv
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import StepMessage
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
-from reference.fused_twins import rope_append_pages_reference
-from reference.interpreted_stage import gpu_pool
+from reference.interpreted_stage import gpu_pool, take_gpu_path
 from reference.mtp_models import make_mtp_model
 from reference.open_stages import OpenStages
 
@@ -100,16 +95,7 @@ def test_drafts_of_the_head_change_no_token(
     stages = OpenStages(plan, spec, source, pool=POOL, speculate="mtp")
     wanted = run(stages)
     assert wanted[0] == {i: model.greedy(prompt, NEW) for i, prompt in enumerate(prompts)}
-    monkeypatch.setattr(gpu_paged_kv, "rope_append_pages", rope_append_pages_reference)
-    monkeypatch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
-    monkeypatch.setattr(
-        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
-    )
-    monkeypatch.setattr(
-        DecoderLayer,
-        "forward",
-        lambda layer, *given, **options: cuda_layers.decoder_layer(layer, *given, **options),
-    )
+    take_gpu_path(monkeypatch)
     monkeypatch.setattr(stage_runner, "make_paged_kv", pool_of)
     stages.computes = []
     for index, stage in enumerate(plan.stages):

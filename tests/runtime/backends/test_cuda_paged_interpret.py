@@ -10,11 +10,9 @@ from triton import knobs
 
 from llmpq.capabilities import execution_modes, require
 from llmpq.kernels.kv import prompt_attend
-from llmpq.kernels.kv.paged import packed_pages_plan, paged_plan
-from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
+from llmpq.kernels.kv.paged import paged_plan
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.kv.reference import EVERYTHING
-from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import stage_runner
@@ -23,7 +21,7 @@ from llmpq.runtime.backends.gpu import cuda_experts, cuda_graphs, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_graphs import rounded_rows
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.backends.gpu.paged_graphs import rungs
-from llmpq.runtime.cache import gpu_packed_kv, gpu_paged_kv, gpu_paged_latents
+from llmpq.runtime.cache import gpu_paged_kv
 from llmpq.runtime.cache.gpu_forwarding_kv import GpuDraftedKV
 from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
 from llmpq.runtime.cache.gpu_packed_latents import GpuPackedLatents
@@ -32,7 +30,7 @@ from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
-from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
+from llmpq.runtime.models.layers import PlainLayers
 from llmpq.runtime.models.sampling import SamplerConfig
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import Mailbox, PagedRow, Request, StepKind
@@ -42,8 +40,7 @@ from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import RING_TOKENS, TAIL_TOKENS
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.step_padding import CAPTURED_TOKENS, gpu_padded
-from reference.fused_twins import rope_append_pages_reference
-from reference.interpreted_stage import gpu_pool, gpu_stage
+from reference.interpreted_stage import gpu_pool, gpu_stage, pack_quickly, take_gpu_path
 from reference.open_stages import OpenStages
 from reference.pipeline import ReferencePipeline
 
@@ -59,20 +56,8 @@ POOL = PoolSize(num_blocks=8, slots=3, max_len=300)
 
 @pytest.fixture
 def on_gpu_path(monkeypatch, request):
-    """Send decoder layers through the GPU's code, their weights plain as on a GPU.
-
-    Appending takes the interpreter a second for 30 tokens, so its twin appends unless the test says
-    `whole` in its name; tests/kernels/kv/ compare the two.
-    """
-    torch.set_num_threads(1)
-    if "whole" not in request.node.name:
-        monkeypatch.setattr(gpu_paged_kv, "rope_append_pages", rope_append_pages_reference)
-    monkeypatch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
-    monkeypatch.setattr(
-        DecoderLayer,
-        "forward",
-        lambda layer, *given, **options: cuda_layers.decoder_layer(layer, *given, **options),
-    )
+    """Appending is the twin's unless the test says `whole`; tests/kernels/kv/ compare the two."""
+    take_gpu_path(monkeypatch, append="whole" not in request.node.name, experts=False)
 
 
 class Counting(CudaStageRunner):
@@ -181,10 +166,7 @@ def test_packed_blocks_give_the_tokens_of_a_cpu(
 ):
     """One request after the other, for want of blocks: the second goes on from the first's."""
     kv = KVPrecision.KV4
-    monkeypatch.setattr(gpu_packed_kv, "rope_append_pages", rope_append_pages_reference)
-    monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
-    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
-    PackedPlan.of.__func__.cache_clear()
+    pack_quickly(monkeypatch)
     model, size = tiny_models.directory("qwen3"), PoolSize(num_blocks=1, slots=3, max_len=300)
     trunk, *tails = random_prompts(147, 9, 30, seed=5)
     prompts = [trunk + tail for tail in tails]
@@ -204,10 +186,7 @@ def test_refused_drafts_leave_nothing_in_packed_blocks(
 ):
     """A row is in the middle of its ring's packing when its drafts are refused: a CPU's tokens."""
     kv = KVPrecision.KV4
-    monkeypatch.setattr(gpu_packed_kv, "rope_append_pages", rope_append_pages_reference)
-    monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
-    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
-    PackedPlan.of.__func__.cache_clear()
+    pack_quickly(monkeypatch)
     model, size = tiny_models.directory("qwen3"), PoolSize(num_blocks=2, slots=3, max_len=300)
     (word,) = random_prompts(6)
     plan, spec = make_plan(model, batch=3, kv=kv), ModelSpec.from_directory(model)
@@ -316,7 +295,6 @@ def test_latents(kind, models, random_prompts, make_plan, on_gpu_path, monkeypat
     monkeypatch.setattr(
         PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
     )
-    monkeypatch.setattr(gpu_paged_latents, "rope_append_pages", rope_append_pages_reference)
     directory, prompts = models.directory(kind), random_prompts(133, 7)
     prompts.append(prompts[0][:130])
     plan = make_plan(directory, batch=3, prompt_len=133, gen_len=NEW)
@@ -425,7 +403,6 @@ def test_hosts_keep_latents_of_preempted_requests(
     monkeypatch.setattr(
         PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
     )
-    monkeypatch.setattr(gpu_paged_latents, "rope_append_pages", rope_append_pages_reference)
     directory, prompts = models.directory("deepseek_v2"), random_prompts(30, 24, 27)
     compute = stage(make_plan(directory, batch=3), directory)
     requests = asked(prompts, NEW)
@@ -588,10 +565,7 @@ def test_drafts_by_the_model_change_no_token(
     mode, bits, splits, tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
 ):
     """Beside chunks, a row without drafts, a sampled one and one that finds another's blocks."""
-    monkeypatch.setattr(gpu_packed_kv, "rope_append_pages", rope_append_pages_reference)
-    monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
-    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
-    PackedPlan.of.__func__.cache_clear()
+    pack_quickly(monkeypatch)
     monkeypatch.setattr(stage_runner, "make_paged_kv", gpu_pool)
     model, new = tiny_models.directory("qwen3"), 7
     shared = 0 if mode == "qspec" else 128  # qspec has no blocks of its own to find
@@ -646,10 +620,7 @@ def test_drafts_end_for_good_and_tokens_go_on(
     mode, tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
 ):
     """Rounds under way end first; then steps run ahead over the pool without its copy."""
-    monkeypatch.setattr(gpu_packed_kv, "rope_append_pages", rope_append_pages_reference)
-    monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
-    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
-    PackedPlan.of.__func__.cache_clear()
+    pack_quickly(monkeypatch)
     monkeypatch.setattr(stage_runner, "make_paged_kv", gpu_pool)
     model, prompts = tiny_models.directory("qwen3"), random_prompts(9, 3)
     compute = stage(make_plan(model, batch=3), model)

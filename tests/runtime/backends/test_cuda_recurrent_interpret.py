@@ -10,29 +10,22 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.kv.paged import packed_pages_plan
-from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
-from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
-from llmpq.runtime.cache import gpu_packed_kv, gpu_paged_kv
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.step import StepMessage
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.speculation import SpeculationMode
-from reference.fused_twins import rope_append_pages_reference
-from reference.interpreted_stage import gpu_pool
+from reference.interpreted_stage import gpu_pool, pack_quickly, take_gpu_path
 from reference.open_stages import OpenStages
 
 pytestmark = [
@@ -59,17 +52,7 @@ KINDS = (
 
 @pytest.fixture(autouse=True)
 def _on_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
-    monkeypatch.setattr(gpu_paged_kv, "rope_append_pages", rope_append_pages_reference)
-    monkeypatch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
-    monkeypatch.setattr(
-        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
-    )
-    monkeypatch.setattr(
-        DecoderLayer,
-        "forward",
-        lambda layer, *given, **options: cuda_layers.decoder_layer(layer, *given, **options),
-    )
+    take_gpu_path(monkeypatch)
 
 
 ONE_AT_A_TIME = threading.Lock()
@@ -244,10 +227,7 @@ def test_drafts_by_the_model_leave_no_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In rounds of one step, and step by step over stages."""
-    monkeypatch.setattr(gpu_packed_kv, "rope_append_pages", rope_append_pages_reference)
-    monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
-    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
-    PackedPlan.of.__func__.cache_clear()  # type: ignore[attr-defined]
+    pack_quickly(monkeypatch)
     monkeypatch.setattr(stage_runner, "make_paged_kv", make_pool)
     prompts, directory = random_prompts(9, 2), models.directory(kind)
     given: dict[str, Any] = {"step_tokens": 11, "splits": splits}

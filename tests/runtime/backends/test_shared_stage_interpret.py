@@ -8,12 +8,9 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends import build_stage as stage_building
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers
-from llmpq.runtime.cache import gpu_paged_kv
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
@@ -21,15 +18,14 @@ from llmpq.runtime.engine.shared_stage import LeadingCompute, run_follower
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.links.member_links import AllReduce, Followers, HostTotal
 from llmpq.runtime.links.thread_links import ThreadRendezvous
-from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.sampling import SamplerConfig
 from llmpq.runtime.request import Mailbox, Request
 from llmpq.runtime.token_rules import LogitsConstraints
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
-from reference.fused_twins import rms_norm_reference, rope_append_pages_reference
-from reference.interpreted_stage import gpu_stage
+from reference.fused_twins import rms_norm_reference
+from reference.interpreted_stage import gpu_stage, take_gpu_path
 
 pytestmark = [
     pytest.mark.interpret,
@@ -41,17 +37,7 @@ POOL = PoolSize(num_blocks=8, slots=4, max_len=300)
 
 @pytest.fixture(autouse=True)
 def _gpu_path(monkeypatch):
-    torch.set_num_threads(1)
-    monkeypatch.setattr(gpu_paged_kv, "rope_append_pages", rope_append_pages_reference)
-    monkeypatch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
-    monkeypatch.setattr(
-        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
-    )
-    monkeypatch.setattr(
-        DecoderLayer,
-        "forward",
-        lambda layer, *given, **options: cuda_layers.decoder_layer(layer, *given, **options),
-    )
+    take_gpu_path(monkeypatch)
 
 
 class Norming(HostTotal):
