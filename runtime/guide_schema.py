@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
@@ -42,8 +43,8 @@ _SCALARS = {"string", "number", "integer", "boolean", "null"}
 def followable(schema: Schema, knows_format: Callable[[str], bool]) -> Schema:
     """Return a schema without the formats that are not known, which JSON Schema has ignored.
 
-    `ValueError` for references with which no text can be finished (`A` is `A`), and for more than
-    120 levels.
+    `ValueError` for references with which no text can be finished (`A` is `A`), for more than
+    120 levels, and for numbers that llguidance would round, in `const` and `enum`.
     """
     _check_depth(schema)
     root = copy.deepcopy(schema)
@@ -52,6 +53,12 @@ def followable(schema: Schema, knows_format: Callable[[str], bool]) -> Schema:
         name = node.get("format")
         if isinstance(name, str) and not knows_format(name):
             del node["format"]
+        for number in _numbers([node.get("const"), *_listed(node, "enum")]):
+            if not _is_kept(number):
+                raise ValueError(
+                    f"a guide writes numbers as 64-bit floats, which rounds {number!r:.40}; make "
+                    "it a string"
+                )
     finite = _finite(references)
     endless = [pointer for pointer in references if pointer not in finite]
     if endless:
@@ -81,6 +88,23 @@ def in_our_terms(said: str) -> str:
         text = text.removeprefix("Parser Error: ").split("; consider")[0]
         text = f"it leaves too many ways open at once ({text})"
     return text[:300]
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """Yield the numbers in a value."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(inner)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
+
+
+def _is_kept(number: float) -> bool:
+    """Whether llguidance, which keeps 16 digits of a float, writes a number as it is."""
+    try:
+        return type(number)(Decimal(f"{float(number):.16g}")) == number
+    except OverflowError:
+        return False
 
 
 def _check_depth(schema: Schema) -> None:

@@ -117,3 +117,32 @@ def test_the_librarys_sentences_are_told_in_a_schemas_terms(said, told):
     import re
 
     assert re.search(told, in_our_terms(said))
+
+
+ROUNDED = [2**53 + 1, -(2**53) - 1, 1234567890123456789, 2**63, 10**400 + 1, 123456789.12345679]
+EXACT = [
+    0,
+    -1,
+    2**53,
+    10**25,
+    0.1,
+    -2.5e-7,
+    1e300,
+    1234567890.123456,
+    True,
+    None,
+    "1234567890123456789",
+]
+
+
+@pytest.mark.parametrize("number", ROUNDED)
+def test_numbers_that_would_be_rounded_are_refused(number):
+    for schema in ({"const": number}, needs({"enum": ["a", {"b": [number]}]})):
+        with pytest.raises(ValueError, match="rounds .*make it a string"):
+            followable(schema, lambda _: True)
+
+
+def test_numbers_that_are_written_as_they_are_pass():
+    wide = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1, "default": 2**53 + 1}
+    for schema in (*({"const": value} for value in EXACT), {"enum": EXACT}, wide):
+        assert followable(schema, lambda _: True) == schema
