@@ -139,6 +139,15 @@ def answer_topology(
     return TopologyAnswer(topology=topology, plans=plans, found=found, known=known, pipeline=best)
 
 
+PIPELINE_SHARE = 0.85
+"""Share of the time limit for a pipeline, where groups of devices are looked for behind it."""
+
+
+def before_groups(options: SolveOptions) -> SolveOptions:
+    """Return the options of a pipeline's search that leave time for `one_engine`."""
+    return replace(options, time_limit_s=options.time_limit_s * PIPELINE_SHARE)
+
+
 def one_engine(
     problem: Problem, best: Answer, options: SolveOptions, path: str | None
 ) -> TopologyAnswer | None:

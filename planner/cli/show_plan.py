@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from llmpq.planner.answer import (
     TopologyAnswer,
     answer,
     answer_topology,
+    before_groups,
     one_engine,
     pipeline_below,
     solve_options,
@@ -188,6 +190,8 @@ ONE_FITS = "engines: one engine (no two groups of these devices each have room f
 
 QUICK_S = 3.0
 """Seconds of the search for a pipeline that topologies are compared with first."""
+LEAST_LEFT = 1 / 4
+"""Share of the time that the search for a pipeline has behind them at least."""
 AGAIN_SHARE = 1 / 12
 """Share of the time in which a pipeline is looked for that is better than the topology found."""
 
@@ -201,12 +205,13 @@ def best_answer(
     """
     if not _may_share(request, problem, options):
         return answer(problem, options, path), None
-    exactly = num_engines(request.engines)
+    exactly, start_s = num_engines(request.engines), time.perf_counter()
     if exactly == 1 or (exactly is None and not _may_divide(problem, options)):
-        best = answer(problem, options, path)
+        best = answer(problem, before_groups(options), path)
         return best, _several(request, problem, best, options, path)
     best = _quick(problem, options, path)
     found = _topology(problem, best, options, path, exactly)
+    spent_s = time.perf_counter() - start_s
     if exactly is not None or found.known.bound * (1 + TOPOLOGY_GAP) >= found.known.value:
         return best, found
     if found.topology is not None:
@@ -215,7 +220,9 @@ def best_answer(
         hurried = replace(options, time_limit_s=options.time_limit_s * AGAIN_SHARE)
         better = pipeline_below(problem, best, hurried, path, found)
         return (best, found) if better is None else (better, _without_engines(found, better))
-    more = answer(problem, options, path)
+    limit_s = options.time_limit_s  # of all, and topologies may be looked for once more
+    left_s = max(LEAST_LEFT * limit_s, limit_s - 2 * spent_s)
+    more = answer(problem, replace(options, time_limit_s=left_s), path)
     if more.outcome.value >= best.outcome.value * (1 - TOPOLOGY_GAP):
         return more, found
     return more, _topology(problem, more, options, path, exactly)

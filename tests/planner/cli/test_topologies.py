@@ -100,6 +100,24 @@ def test_one_engine_is_the_plan_of_make_plan(planned: Any, tmp_path: Path) -> No
     assert not any(line.startswith(("engines:", "best pipeline")) for line in lines)
 
 
+@pytest.mark.parametrize("batch", ["1", "8"])
+def test_a_pipeline_leaves_time_for_what_is_looked_for_behind_it(
+    batch: str, planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmpq.planner.cli import show_plan
+
+    real, limits = show_plan.answer, list[float]()
+
+    def noted(problem: Any, options: Any, path: Any) -> Any:
+        limits.append(options.time_limit_s)
+        return real(problem, options, path)
+
+    monkeypatch.setattr(show_plan, "answer", noted)
+    words = ["--devices", "4090,3090", "--model", "opt-1.3b", "--batch", batch, *JOB]
+    planned(*words, "--time-limit", "100")
+    assert limits and max(limits) < 100
+
+
 def test_devices_shared_by_a_flag_make_engines(planned: Any) -> None:
     words = ["--devices", "3090:4", "--model", "gemma-3-12b", "--batch", "8", *JOB]
     plan, lines = planned(*words, "--tensor-parallel", "2")
