@@ -467,7 +467,7 @@ def _plan_file(
     def with_traffic(engine: EnginePlan) -> Plan:
         form = TrafficForm(
             objective=objective,
-            requests=len(traffic.arrivals),
+            requests=best.served.requests,
             prompt_tokens=Quantiles.of(map(float, traffic.prompt_tokens)),
             output_tokens=Quantiles.of(map(float, traffic.output_tokens)),
             limits=traffic.limits,

@@ -103,6 +103,7 @@ def test_traffic_keeps_the_time_limit_though_no_rate_was_found(
     plan = _planned(["--devices", "t4,v100", "--time-limit", "0.01", *words], path)
     traffic = plan.plans[0].traffic
     assert traffic is not None and traffic.highest_rate_per_s is None
+    assert traffic.requests == traffic.predicted.requests == 30
     text = " ".join(capsys.readouterr().out.split())
     assert "highest rate: not found before --time-limit ended the search; in a steady" in text
     assert ("requests within TTFT 1 s" in text) == ("--ttft" in words)
