@@ -113,13 +113,14 @@ def verify_file(request: VerifyRequest) -> None:
 
 def verified_lines(name: str, plan: dict[str, Any], found: Verified) -> list[str]:
     """Return what was found to hold, a line each."""
-    engines = len(plan.get("engines", [plan]))
-    of = "" if engines == 1 else f"{engines} engines on devices of their own, all rows dealt; "
+    plans = [one["plan"] for one in plan["engines"]] if "engines" in plan else [plan]
+    own = f"{len(plans)} engines on devices of their own, all rows dealt; "
+    of = own if len(plans) > 1 else ""
     what, loss = "plan", found.value - found.time_s
-    if any(stage.get("shares") for stage in plan.get("stages", ())):
+    shared = any(stage.get("shares") for one in plans for stage in one["stages"])
+    if shared:
         what = "plan of these devices, grouped as they are,"
     if "engines" in plan:
-        shared = any(s.get("shares") for one in plan["engines"] for s in one["plan"]["stages"])
         stages = "the groups that share stages as they are" if shared else "stages of one device"
         what = f"grouping of these devices into engines ({stages}, 4 waves at most)"
     lines = [
@@ -131,7 +132,8 @@ def verified_lines(name: str, plan: dict[str, Any], found: Verified) -> list[str
     ]
     stated = plan["solver"].get("gap")
     if found.bound > 0:
-        said = "" if stated is None else f" (the search, which knows more, says {stated:.4%})"
+        who = "the search, of all groups looked at," if shared else "the search, which knows more,"
+        said = "" if stated is None else f" ({who} says {stated:.4%})"
         lines.append(f"gap {found.value / found.bound - 1:.4%}{said}")
     lines.append(robust_line(found))
     return lines
