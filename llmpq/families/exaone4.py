@@ -48,4 +48,6 @@ def _pattern(given: object) -> int:
     return len(given)
 
 
-FAMILY = replace(olmo2.FAMILY, name="exaone4", model_types=("exaone4",), fields=fields)
+FAMILY = replace(
+    olmo2.FAMILY, name="exaone4", model_types=("exaone4", "exaone4_5_text"), fields=fields
+)

@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 TABLE = "class_defaults.json"
-SAME_CLASS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+SAME_CLASS = {"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """`model_type` whose config class is another's."""
 
 
