@@ -19,6 +19,20 @@ CHUNK_TOKENS = 512
 
 Dtype = Literal["float16", "bfloat16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
+_SHORT_DTYPES = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+}
+"""vLLM's other names, and those that people write."""
+
+
+def full_dtype(name: str) -> str:
+    """Return the name that we use of a dtype's; torch's own (`torch.float16`) are read, too."""
+    short = name.removeprefix("torch.")
+    return _SHORT_DTYPES.get(short, short)
 
 
 def chunk_tokens(prompt_len: int, chunk: int | None) -> int:

@@ -22,7 +22,7 @@ from llmpq.gpu_memory import require_share
 from llmpq.plan import MAX_GAMMA, Prefer
 from llmpq.precision import KVPrecision
 from llmpq.speculation import MODES, SpeculationMode
-from llmpq.workload import DTYPE_BYTES
+from llmpq.workload import DTYPE_BYTES, full_dtype
 
 AUTO: Literal["auto"] = "auto"
 Backend = Literal["auto", "threads", "processes", "ray"]
@@ -31,7 +31,6 @@ LoadFormat = Literal["auto", "dummy", "copies"]
 OnLoss = Literal["restart", "replan", "stop"]
 Speculate = SpeculationMode | Literal["auto", "off"]
 
-_SHORT_DTYPES = {"half": "float16", "float": "float32"}
 MAX_TIMEOUT_S = 10**7
 """The longest deadline: four months."""
 _SWITCHES = (
@@ -217,8 +216,7 @@ class EngineOptions:
                 "deadlines must be Deadlines, such as Deadlines(step_s=60), or a text, such as "
                 f"'load=3600,step=60', got {self.deadlines!r:.60}"
             )
-        dtype = str(self.dtype).removeprefix("torch.")  # torch's own are taken, too
-        object.__setattr__(self, "dtype", _SHORT_DTYPES.get(dtype, dtype))
+        object.__setattr__(self, "dtype", full_dtype(str(self.dtype)))
         for name in (
             "max_model_len",
             "max_num_seqs",

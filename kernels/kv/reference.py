@@ -252,6 +252,7 @@ def append_and_attend(
     rep = q_BQHD.shape[2] // kv_heads
     shape = (*q_BQHD.shape[:2], rule.heads_of(q_BQHD), q_BQHD.shape[3])
     out = torch.empty(shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
+    seen_BQT = view.seen_BQT
     at_once = max(1, PIECE_ELEMENTS // (view.num_keys * fmt.channels))
     num_rows, num_heads = max(1, at_once // kv_heads), min(at_once, kv_heads)
     for row in range(0, batch, num_rows):
@@ -261,7 +262,10 @@ def append_and_attend(
             slopes = None if alibi_slopes_H is None else alibi_slopes_H[h]
             k = _keys(fmt, layer, table_SN, k_BQGD, view, r, g)
             v = _values(fmt, layer, table_SN, v_BQGD, view, r, g)
-            out[r, :, h] = _attention(q_BQHD[r, :, h], k, v, view, r, scale, slopes, rule.of(h))
+            out[r, :, h] = _attention(
+                q_BQHD[r, :, h], k, v, view, seen_BQT[r], r, scale, slopes, rule.of(h)
+            )
+            del k, v  # before the next are dequantised
     _write_ring(layer, k_BQGD, v_BQGD, view)
     return out
 
@@ -316,6 +320,7 @@ def _attention(
     k_BGTD: Tensor,
     v_BGTD: Tensor,
     view: StepView,
+    seen: Tensor,
     rows: slice,
     scale: float,
     alibi_slopes_H: Tensor | None,
@@ -324,7 +329,6 @@ def _attention(
     """Attend with the view's mask; the heads of a group share one product."""
     batch, q_len, heads, dim = q_BQHD.shape
     kv_heads = k_BGTD.shape[1]
-    seen = view.seen_BQT[rows]
     if rule.window:
         start_B11 = view.rows.start_B[rows, None, None]
         position_BQ1 = start_B11 + torch.arange(q_len, device=start_B11.device)[:, None]
@@ -341,7 +345,7 @@ def _attention(
         bias = slopes * view.distance_BQT[rows].to(q_BQHD.dtype)[:, None, None]
         mask = bias.masked_fill_(~mask, float("-inf"))
     if q_len > 1 or alibi_slopes_H is not None:
-        mask = mask.expand(batch, kv_heads, heads // kv_heads, q_len, -1).flatten(2, 3)
+        mask = mask.expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
     else:
         mask = mask[:, :, 0]
     q = q_BQHD.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)

@@ -63,7 +63,11 @@ class Completed:
 
 @dataclass(frozen=True)
 class StepView:
-    """One step as the plain-torch cache sees it; what no layer asks for is never made."""
+    """One step as the plain-torch cache sees it; what no layer asks for is never made.
+
+    Tables of all keys are made anew for each layer: those of a chunk's pieces together would grow
+    with chunk and context.
+    """
 
     rows: Rows
     starts: list[int]
@@ -102,7 +106,7 @@ class StepView:
         """Request, new token, slot and ring place of every token the ring takes."""
         return _write(self.rows, self.q_len)
 
-    @cached_property
+    @property
     def seen_BQT(self) -> Tensor:
         """Which keys (packed, then recent) a query sees."""
         query_BQ1, key_B1T = self._query_BQ1, self._key_B1T
@@ -113,7 +117,7 @@ class StepView:
         below = key_B1T < line
         return torch.where(is_packed, below, ~below & (key_B1T <= query_BQ1))
 
-    @cached_property
+    @property
     def distance_BQT(self) -> Tensor:
         """Key position - query position."""
         return self._key_B1T - self._query_BQ1

@@ -234,8 +234,9 @@ def _score_bytes(spec: ModelSpec, shape: _Shape) -> int:
 def _chunk_bytes(spec: ModelSpec, shape: _Shape) -> int:
     """Return what a chunk of one prompt attends with: pieces of keys, and sums over them.
 
-    Its queries and, for each of them, their result so far and a piece's, as float32 numbers. A
-    chunk's own keys are repeated for every query head; those before are gathered from blocks.
+    A chunk's own keys are repeated for every query head; those before are gathered from blocks,
+    beside its queries, their result so far in float32 and a piece's. Where the keys are takes 8
+    bytes for each: all that grows with the context.
     """
     e, queries, dim = shape.element_bytes, shape.row_tokens, spec.head_dim
     result = spec.heads * queries * dim
@@ -243,15 +244,27 @@ def _chunk_bytes(spec: ModelSpec, shape: _Shape) -> int:
     explicit = bool(spec.score_cap)
     if explicit or spec.sinks or spec.positions == "alibi":
         keys = max(LEAST_KEYS, min(keys, CHUNK_ELEMENTS // (spec.heads * queries)))
-    keys = min(keys, shape.keys)
-    gathered = 2 * spec.kv_vectors * keys * spec.kv_heads * dim * e  # a piece, and the one before
+    past = shape.keys - queries
     heads = spec.heads if spec.positions == "alibi" else 1
     masked = explicit or spec.positions == "alibi" or any(spec.windows)
-    bias = heads * queries * max(keys, queries) * (4 + e) if masked else 0
-    repeated = 2 * spec.heads * max(keys if masked else 0, queries) * dim * e
-    scores = 2 * 4 * spec.heads * queries * max(keys, queries) if explicit else 0
-    places = 8 * shape.keys
-    return places + result * (2 * 4 + 2 * e) + gathered + bias + scores + repeated
+
+    def attended(count: int, *, own: bool) -> int:
+        bias = heads * queries * count if masked else 0
+        made = bias * (4 + (e if e < 4 else 0)) + (5 * queries * count if masked else 0)
+        repeated = 2 * spec.heads * count * dim * e if masked or own else 0
+        scores = 2 * 4 * spec.heads * queries * count if explicit else 0
+        return max(made, bias * e + repeated) + scores
+
+    def gathered(count: int) -> int:
+        return spec.kv_vectors * count * spec.kv_heads * dim * e + attended(count, own=False)
+
+    beside = e if spec.heads == spec.kv_heads else 2 * e  # a piece's result, queries of a group
+    moments = [attended(queries, own=True) + result * e]
+    moments.append(gathered(min(keys, past)) + result * (e + beside))
+    if past > keys:  # the result so far is in float32 then
+        moments.append(gathered(min(keys, past - keys)) + result * (4 + beside))
+    moments.append(result * (8 + (e if e < 4 else 0)))
+    return 8 * shape.keys + max(moments)
 
 
 def _window_bytes(spec: ModelSpec, shape: _Shape) -> int:
@@ -332,15 +345,14 @@ def _view_bytes(spec: ModelSpec, shape: _Shape) -> int:
     """Return the tables of a step over a low-bit cache (kernels/kv/step_view.py).
 
     Four int64 per token the ring takes; two and a flag per 16-bit token that is gathered; whether a
-    query sees a key, and with ALiBi how far it is.
+    query sees a key.
     """
     tables = 32 * shape.rows * min(shape.row_tokens, RING_TOKENS)
     gathered = shape.completed * BLOCK_TOKENS
     if shape.fresh:
         return tables + 17 * gathered
     keys = shape.blocks * BLOCK_TOKENS + shape.recent
-    per_key = 9 if spec.positions == "alibi" else 1
-    seen = per_key * shape.rows * shape.row_tokens * keys
+    seen = shape.rows * shape.row_tokens * keys
     return tables + 17 * (gathered + shape.rows * shape.recent) + seen
 
 
@@ -360,7 +372,8 @@ def _packing_bytes(spec: ModelSpec, shape: _Shape) -> int:
 def _dequantised_bytes(spec: ModelSpec, shape: _Shape) -> int:
     """Return what attending over a piece of a low-bit cache needs: some rows, some heads.
 
-    Chunks of prompts need it, and rows of one token where our own code does not read in place.
+    Chunks of prompts need it, and rows of one token where our own code does not read in place; a
+    chunk's piece holds its queries twice, its keys, values and result besides.
 
     The keys are whole when values are unpacked (bytes twice, words twice) and joined with the
     newest tokens, or gathered where nothing is packed.
@@ -376,8 +389,14 @@ def _dequantised_bytes(spec: ModelSpec, shape: _Shape) -> int:
         return keys + 3 * recent
     old = heads * shape.blocks * BLOCK_TOKENS * channels
     unpacking = old * max(2 + shape.kv.bits / 4, 1 + e)
-    masking = shape.tokens * row * (11 if spec.positions != "alibi" else 19)
-    return keys + max(3 * recent, recent + int(unpacking), recent + old * e + keys, keys + masking)
+    repeated = spec.heads // spec.kv_heads if shape.row_tokens > 1 else 1
+    masking = shape.tokens * row * max(10 if any(spec.windows) else 0, repeated * (1 + e))
+    if spec.positions == "alibi":
+        masking = shape.tokens * row * max(8 + e, 1 + e + heads // rows * e)
+    held = keys
+    if shape.row_tokens > 1:
+        held += shape.tokens * (3 * spec.heads + 2 * spec.kv_heads) * spec.head_dim * e
+    return held + max(3 * recent, recent + int(unpacking), recent + old * e + keys, keys + masking)
 
 
 def _alibi_elements(spec: ModelSpec, shape: _Shape) -> int:

@@ -19,6 +19,7 @@ from llmpq.planner.problem.requests import (
     TRAFFIC_OBJECTIVES,
     PlanRequest,
 )
+from llmpq.workload import full_dtype
 
 EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gptqmodel", "svg")
 READ_GGUF = ("ollama", "lm-studio", "lmstudio", "koboldcpp", "gguf", "jan")
@@ -201,6 +202,7 @@ def _what_to_plan(section: Section) -> None:
     section.flag("--probe-cpu", action="store_true", help=PROBE_CPU)
     section.flag(
         "--dtype",
+        type=full_dtype,
         choices=DTYPES,
         default="auto",
         help="auto: the model's own, but float32 on CPUs not known to be quick in it",
@@ -410,7 +412,8 @@ def fits_parser() -> CommandParser:
     quality = parser.section("precision")
     quality.flag("--bits", daily=True, help=bits)
     quality.flag("--kv", also=("--kv-cache-dtype",), daily=True, help=kv)
-    quality.flag("--dtype", choices=DTYPES, default="auto", help="default: as llmpq-algo plan")
+    as_planned = "default: as llmpq-algo plan"
+    quality.flag("--dtype", type=full_dtype, choices=DTYPES, default="auto", help=as_planned)
     quality.flag("--omega-file", metavar="FILE", help="measured quality loss, else a guess")
     out = parser.section("costs and output")
     out.flag("--costs", metavar="FILE", help="costs.json of llmpq-profile, else estimates")
@@ -488,7 +491,8 @@ def costs_parser() -> CommandParser:
     which.flag("--engine", daily=True, metavar="NAME", help=engine)
     kind = "the card, as `llmpq-algo devices --known` names it (default: the system's)"
     which.flag("--kind", daily=True, metavar="CARD", help=kind)
-    which.flag("--dtype", choices=DTYPES, default="auto", help="of 16-bit values (the model's own)")
+    dtype = "of 16-bit values (the model's own)"
+    which.flag("--dtype", type=full_dtype, choices=DTYPES, default="auto", help=dtype)
     merge = "add to the file that is there, other cards say, instead of writing it anew"
     which.flag("--merge", daily=True, action="store_true", help=merge)
     which.flag("-o", "--output", daily=True, metavar="FILE", help="costs.json to write")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from llmpq.commands.command_line import CommandParser, Only, token_count
 from llmpq.precision import WEIGHT_ONLY
+from llmpq.workload import full_dtype
 
 if TYPE_CHECKING:  # --help opens without what sizes need
     from llmpq.memory import CpuActivations
@@ -147,7 +148,8 @@ def run_parser() -> CommandParser:
         metavar="512/100",
         help="time only shapes of such a job: prompt tokens / new tokens, such as 32k/1k",
     )
-    what.flag("--dtype", choices=DTYPES, help="default: the model's, but float32 on a file's CPUs")
+    dtype = "default: the model's, but float32 on a file's CPUs"
+    what.flag("--dtype", type=full_dtype, choices=DTYPES, help=dtype)
     rounded = "on CPUs, inputs of 3-, 4- and 8-bit weights, as in the plan: exact or int8 (exact)"
     choices = ("exact", "int8")
     what.flag("--cpu-activations", choices=choices, default="exact", help=rounded)
@@ -214,7 +216,14 @@ def tune_parser() -> CommandParser:
     job = "prompt and new tokens (default 512/100)"
     what.flag("--job", default="512/100", metavar="512/100", only=unplanned, help=job)
     bfloat16 = "default: bfloat16"
-    what.flag("--dtype", choices=DTYPES[:2], default="bfloat16", only=unplanned, help=bfloat16)
+    what.flag(
+        "--dtype",
+        type=full_dtype,
+        choices=DTYPES[:2],
+        default="bfloat16",
+        only=unplanned,
+        help=bfloat16,
+    )
     what.flag(
         "--symmetric", action="store_true", only=unplanned, help="weights without zero points"
     )

@@ -370,10 +370,12 @@ def attend_chunk(
         if at + len(k_NGD) <= rule.first_seen(start):
             continue
         more, own = piece(k_NGD, v_NGD, at)
+        del k_NGD, v_NGD  # before the next are gathered
         both = torch.logaddexp(total, own)
         out = out.float().mul_((total - both).exp_()[..., None])
         out += more.float().mul_((own - both).exp_()[..., None])
         total = both
+        del more
     if rule.sinks_H is not None:
         out = out * torch.sigmoid(total - rule.sinks_H.float()[:, None])[..., None]
     return out.transpose(0, 1).to(q_QHD.dtype)

@@ -17,6 +17,7 @@ from llmpq.runtime.cli.engine_flags import add_engine_flags
 from llmpq.runtime.cli.run_flags import add_plan, add_report, add_speculation
 from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, OTHER_FLAGS
 from llmpq.runtime.options import EngineOptions
+from llmpq.workload import full_dtype
 
 if TYPE_CHECKING:
     from llmpq.memory import CpuActivations
@@ -305,7 +306,7 @@ def _add_job(job: Section) -> None:
     job.flag("--head-bits", type=int, choices=(8, 16), only=unplanned, help=HEAD_BITS)
     job.flag("--cpu-activations", choices=("exact", "int8"), only=unplanned, help=CPU_ACTIVATIONS)
     job.flag("--kv", daily=True, metavar="PRECISION", only=unplanned, help=_default("kv"))
-    job.flag("--dtype", choices=DTYPES, only=unplanned, help=_default("dtype"))
+    job.flag("--dtype", type=full_dtype, choices=DTYPES, only=unplanned, help=_default("dtype"))
     for name, also in (
         ("batch", ("--batch-size",)),
         ("prompt", ("--prompt-len", "--input-len")),
@@ -382,7 +383,7 @@ def eval_parser() -> CommandParser:
     )
     add_plan(flags, text="take precisions and quantisation from this plan")
     add_engine_flags(flags, "kv_cache_dtype", daily=("kv_cache_dtype",))
-    flags.flag("--dtype", choices=DTYPES, help="default: the plan's, or float32")
+    flags.flag("--dtype", type=full_dtype, choices=DTYPES, help="default: the plan's, or float32")
     flags.flag("--symmetric", action="store_true", only=unplanned, help="without zero points")
     flags.flag("--head-bits", type=int, choices=(8, 16), only=unplanned, help=EVAL_HEAD_BITS)
     flags.flag("--cpu-activations", choices=("exact", "int8"), only=unplanned, help=CPU_ACTIVATIONS)

@@ -381,8 +381,8 @@ def _loaded(directory: Path) -> Any:
     if not (directory / TOKENIZER).exists() and not has_merges(directory):
         raise ValueError(
             f"no {TOKENIZER}, nor {' and '.join(MERGES)}, in '{directory}': llmpq uses fast "
-            "tokenizers. Save one with "
-            "transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+            "tokenizers. AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers "
+            f"writes {TOKENIZER} where there is such a form; ByT5's and others' have none"
         )
     try:
         if not (directory / TOKENIZER).exists():

@@ -211,6 +211,8 @@ def test_options_are_taken_as_people_write_them():
     [
         ("half", "float16"),
         ("float", "float32"),
+        ("bf16", "bfloat16"),
+        ("fp16", "float16"),
         (torch.float16, "float16"),
         (torch.bfloat16, "bfloat16"),
         ("auto", "auto"),

@@ -24,6 +24,15 @@ def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return code, shown.out, shown.err
 
 
+@pytest.mark.parametrize(("short", "full"), [("half", "float16"), ("fp32", "float32")])
+def test_dtypes_may_have_their_short_names(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, short: str, full: str
+) -> None:
+    out = tmp_path / "plan.json"
+    assert _run(capsys, *SMALL, "--dtype", short, "-o", str(out))[0] == 0
+    assert Plan.load(out).workload.dtype == full
+
+
 def test_a_plan_is_checked_against_its_own_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

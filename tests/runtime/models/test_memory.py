@@ -197,22 +197,24 @@ def peak_of_steps(
     stage_index: int,
     kv: KVPrecision,
     steps: Sequence[tuple[list[int], int]],
+    *,
+    batch: int = BATCH,
 ) -> int:
     """Return the peak of a stage's temporaries over a pool, what it received included.
 
-    `steps`: where the rows of each start, and their tokens.
+    `steps`: where the rows of each start, and their tokens; `batch`: slots of the pool.
     """
     stage, spec = pipeline.stages[stage_index], pipeline.spec
     longest = max(start + count for starts, count in steps for start in starts)
     each, peak = pool_blocks(kv, longest), 0
     size = PoolSize(
-        num_blocks=BATCH * max(1, each), slots=BATCH, max_len=longest, prefix_cache=False
+        num_blocks=batch * max(1, each), slots=batch, max_len=longest, prefix_cache=False
     )
     layers = range(len(stage.layers))
     cache = make_paged_kv(spec, kv, size, layers=layers, dtype=pipeline.dtype)
-    blocks = [tuple(range(row * each, (row + 1) * each)) for row in range(BATCH)]
+    blocks = [tuple(range(row * each, (row + 1) * each)) for row in range(batch)]
     cache.take_rows(
-        [PagedRow(slot=row, new_blocks=own) for row, own in enumerate(blocks)], [0] * BATCH
+        [PagedRow(slot=row, new_blocks=own) for row, own in enumerate(blocks)], [0] * batch
     )
     for starts, count in steps:
         rows = list(range(len(starts)))
@@ -308,6 +310,30 @@ def test_temporaries_of_low_bit_caches_are_predicted_within_5_percent(name, kv, 
     assert measured <= 1.05 * predicted
     # A whole prompt is counted as if it were packed at once.
     assert phase == "prefill" or predicted == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("context", [1500, 12_000])
+@pytest.mark.parametrize("chunk", [256, 1024])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv", [KVPrecision.KV16, KVPrecision.KV8, KVPrecision.KV4])
+def test_chunks_of_long_prompts_are_predicted_within_5_percent(kv, dtype, chunk, context):
+    """The last chunk of a prompt: what a longer context adds is counted, and little."""
+    spec = small("llama-3.1-8b", max_positions=context)
+    pipeline = local(spec, "w16a16", dtype)
+    measured = peak_of_steps(pipeline, 0, kv, [([context - chunk], chunk)], batch=1)
+    workload = Workload(batch=1, prompt_len=context, gen_len=2, dtype=dtype, kv=kv)
+    predicted = workspace_bytes(
+        spec,
+        workload,
+        precisions=pipeline_precisions("w16a16"),
+        first=True,
+        last=True,
+        prefill_microbatch=1,
+        decode_microbatch=1,
+        prefill_chunk=chunk,
+    )
+    assert predicted == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.thin
