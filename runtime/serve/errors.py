@@ -93,26 +93,27 @@ class ApiError(HTTPException):
 
 def as_api_error(error: BaseException) -> ApiError:
     """Return what a client gets for an error."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, (RequestValidationError, ValidationError)):
-        return _of_fields(error.errors()[0])
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
-    if isinstance(error, ClientDisconnect):
-        return ApiError(499, "the client went away before its body was sent")
-    if isinstance(error, RecursionError):
-        return unread(error)
-    if isinstance(error, ContextLengthError):
-        return ApiError(400, str(error), code="context_length_exceeded")
-    if isinstance(error, ValueError):
-        return ApiError(400, str(error), param=_named_first(str(error)))
-    if isinstance(error, TimeoutError):
-        return ApiError(504, "the answer took longer than the server allows")
-    if isinstance(error, RequestFailedError):
-        return ApiError(500, str(error).splitlines()[0][:300])
-    if isinstance(error, (StageLostError, DeadlineError, ConnectionError, RuntimeError)):
-        return ApiError(503, f"the engine has stopped: {str(error).splitlines()[0][:300]}")
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError() | ValidationError():
+            return _of_fields(error.errors()[0])
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail))
+        case ClientDisconnect():
+            return ApiError(499, "the client went away before its body was sent")
+        case RecursionError():
+            return unread(error)
+        case ContextLengthError():
+            return ApiError(400, str(error), code="context_length_exceeded")
+        case ValueError():
+            return ApiError(400, str(error), param=_named_first(str(error)))
+        case TimeoutError():
+            return ApiError(504, "the answer took longer than the server allows")
+        case RequestFailedError():
+            return ApiError(500, str(error).splitlines()[0][:300])
+        case StageLostError() | DeadlineError() | ConnectionError() | RuntimeError():
+            return ApiError(503, f"the engine has stopped: {str(error).splitlines()[0][:300]}")
     return ApiError(500, f"the server failed ({type(error).__name__})")
 
 
