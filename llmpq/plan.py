@@ -402,6 +402,8 @@ class TrafficForm(FileForm):
     """How many were simulated."""
     prompt_tokens: Quantiles
     output_tokens: Quantiles
+    longest: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Tokens of the longest request, prompt and answer."""
     limits: ServiceLimits
     step_tokens: int = Field(ge=1, le=MAX_COUNT)
     """Tokens of a step at most, chunks of prompts and decoding rows: what `serve` takes."""

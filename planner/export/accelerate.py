@@ -9,6 +9,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.export.result import (
     Exported,
+    drafts_line,
     emulated_line,
     kv_line,
     microbatch_line,
@@ -45,6 +46,7 @@ def accelerate(plan: Plan, spec: ModelSpec) -> Exported:
         else None,
         "pipelining: layers run one device after the other",
         microbatch_line(plan),
+        drafts_line(plan),
         "head on the last stage: it is tied to the embedding, on the first device"
         if spec.tied_embeddings and len(plan.stages) > 1
         else None,

@@ -24,6 +24,8 @@ from llmpq.planner.export.gguf_memory import (
 from llmpq.planner.export.result import (
     Exported,
     by_precision,
+    context_length,
+    drafts_line,
     emulated_line,
     engine_flags,
     microbatch_line,
@@ -258,8 +260,11 @@ def _serve(plan: Plan, place: LayerSplit, model: str, main: str) -> str:
     threads = next((s.threads for s in plan.stages if s.is_cpu and s.threads), None)
     if threads is not None:
         words += ["--threads", str(threads)]
-    words += ["--ctx-size", str(plan.workload.batch * (plan.workload.max_len + 1))]
+    cached = plan.workload.batch * (plan.workload.max_len + 1)
+    words += ["--ctx-size", str(max(cached, context_length(plan)))]
     words += ["--parallel", str(plan.workload.batch)]
+    if plan.traffic is not None:  # else every slot has its part, and that of a mean request
+        words.append("--kv-unified")
     cache = CACHE_TYPES.get(plan.workload.kv)
     words += ["--flash-attn", "on"] if divided or cache is not None else []
     if cache is not None:
@@ -295,6 +300,7 @@ def _missing(plan: Plan, place: LayerSplit) -> tuple[str, ...]:
     quantised = set(table) != {Precision.W16A16}
     return said(
         microbatch_line(plan),
+        drafts_line(plan),
         "KV cache at 2 bit: the closest is q4_0" if plan.workload.kv is KVPrecision.KV2 else None,
         *rounded,
         "block sizes: GGUF types have blocks of 32 or 256, not the plan's groups"

@@ -140,6 +140,18 @@ def outliers_line(plan: Plan) -> str | None:
     return f"the {settings.outliers} input channels that layers {ranges(layers)} keep at 8 bits"
 
 
+def context_length(plan: Plan) -> int:
+    """Return the tokens of the longest request, prompt and answer."""
+    mean = plan.workload.max_len + 1  # of live traffic; of a batch job no request is longer
+    return max(mean, plan.traffic.longest or 0) if plan.traffic else mean
+
+
+def drafts_line(plan: Plan) -> str | None:
+    """Say which drafts the plan has, which are the engine's own to set."""
+    own = plan.speculation
+    return own and f"drafts ({own.mode}, {own.gamma} tokens each): set the engine's own, if it has"
+
+
 def microbatch_line(plan: Plan) -> str:
     """Say the micro-batches, which other engines' schedulers choose themselves."""
     return (

@@ -15,6 +15,8 @@ from llmpq.planner.export.gpu_stages import (
 from llmpq.planner.export.result import (
     Exported,
     checkpoint_line,
+    context_length,
+    drafts_line,
     emulated_line,
     engine_flags,
     kv_line,
@@ -50,7 +52,7 @@ def sglang(plan: Plan, spec: ModelSpec) -> Exported:
     common = (
         f"python -m sglang.launch_server --model-path {quoted(model_id(plan))} "
         f"--pp-size {len(plan.stages)} {tensor_parallel}--dtype {plan.workload.dtype} "
-        f"--context-length {plan.workload.max_len + 1} "
+        f"--context-length {context_length(plan)} "
         f"--max-running-requests {plan.workload.batch}"
     )
     for rank, (node, stages) in enumerate(nodes):
@@ -63,6 +65,7 @@ def sglang(plan: Plan, spec: ModelSpec) -> Exported:
     kv = kv_line(plan)
     missing = said(
         microbatch_line(plan),
+        drafts_line(plan),
         checkpoint_line(plan),
         kv and f"{kv}: SGLang has no integer cache; its --kv-cache-dtype takes floats of 8 and 4",
         emulated_line(plan),

@@ -17,6 +17,8 @@ from llmpq.planner.export.gpu_stages import (
 from llmpq.planner.export.result import (
     Exported,
     checkpoint_line,
+    context_length,
+    drafts_line,
     emulated_line,
     engine_flags,
     kv_line,
@@ -54,7 +56,7 @@ def vllm(plan: Plan, spec: ModelSpec) -> Exported:
         command += f" --tensor-parallel-size {together}"
     if len(nodes) > 1:
         command += " --distributed-executor-backend ray"
-    command += f" --dtype {plan.workload.dtype} --max-model-len {plan.workload.max_len + 1}"
+    command += f" --dtype {plan.workload.dtype} --max-model-len {context_length(plan)}"
     command += f" --max-num-seqs {plan.workload.batch}"
     share = _memory_share(plan)
     if share is not None:
@@ -66,6 +68,7 @@ def vllm(plan: Plan, spec: ModelSpec) -> Exported:
     missing = said(
         _order_line(nodes),
         microbatch_line(plan),
+        drafts_line(plan),
         "memory per stage: vLLM gives every stage the KV blocks of the fullest one",
         checkpoint_line(plan),
         None if cache else _no_cache_type(plan),

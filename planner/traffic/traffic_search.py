@@ -470,6 +470,7 @@ def _plan_file(
             requests=best.served.requests,
             prompt_tokens=Quantiles.of(map(float, traffic.prompt_tokens)),
             output_tokens=Quantiles.of(map(float, traffic.output_tokens)),
+            longest=MeanLengths.of(traffic).longest,
             limits=traffic.limits,
             step_tokens=engine.step_tokens,
             rate_per_s=rate,

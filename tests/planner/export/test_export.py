@@ -336,3 +336,31 @@ def test_what_cannot_say_shares_names_what_can(
     assert "export to vllm, sglang, llamacpp, compressed-tensors or gptqmodel, or plan" in said
     assert main(["export", str(path), "--to", "vllm"]) == 0
     assert "--tensor-parallel-size 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("engine", "flag"), [
+    ("vllm", "--max-model-len 4600 "), ("sglang", "--context-length 4600 "),
+    ("llamacpp", "--ctx-size 9600 --parallel 8 --kv-unified"),
+])  # fmt: skip
+def test_live_traffic_s_longest_request_is_served(engine: str, flag: str) -> None:
+    seconds = {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0}
+    served = dict.fromkeys(("ttft_s", "tpot_s", "latency_s"), seconds)
+    rates = {"attained": 1.0, "goodput_per_s": 1.0, "requests_per_s": 1.0}
+    traffic = {
+        "objective": "rate", "requests": 10, "prompt_tokens": seconds, "output_tokens": seconds,
+        "longest": 4600, "limits": {}, "step_tokens": 512, "rate_per_s": 1.0,
+        "predicted": {**served, **rates, "output_tokens_per_s": 1, "requests": 9, "seconds": 1},
+    }  # fmt: skip
+    work = {"batch": 8, "prompt_len": 1000, "gen_len": 200}  # of live traffic: the mean lengths
+    plan = _on(("T4", "box", 0, 16), ("T4", "box", 1, 16), traffic=traffic, workload=work)
+    assert flag in WRITERS[engine](plan, LLAMA).text
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp", "accelerate"])
+def test_drafts_are_not_lost_without_a_word(engine: str) -> None:
+    drafts = {"mode": "ngram", "gamma": 3, "acceptance": 0.5}
+    plan = _on(("T4", "box", 0, 16), ("T4", "box", 1, 16), speculation=drafts)
+    said = WRITERS[engine](plan, LLAMA).not_expressed
+    assert any(line.startswith("drafts (ngram, 3 tokens each)") for line in said)
+    plain = _on(("T4", "box", 0, 16), ("T4", "box", 1, 16))
+    assert not any("drafts" in line for line in WRITERS[engine](plain, LLAMA).not_expressed)
