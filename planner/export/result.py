@@ -149,7 +149,9 @@ def context_length(plan: Plan) -> int:
 def drafts_line(plan: Plan) -> str | None:
     """Say which drafts the plan has, which are the engine's own to set."""
     own = plan.speculation
-    return own and f"drafts ({own.mode}, {own.gamma} tokens each): set the engine's own, if it has"
+    if own is None:
+        return None
+    return f"drafts ({own.mode}, {own.gamma} tokens each): set the engine's own, if it has"
 
 
 def microbatch_line(plan: Plan) -> str:
