@@ -55,7 +55,8 @@ class FoundTopology:
     """No topology has a lower value; where this one has no shared stages, none that has them has
     GROUP_GAIN times a lower one."""
     gain: float
-    """GROUP_GAIN where an engine has shared stages, else 1."""
+    """How many times its value it is compared by: GROUP_GAIN where the slowest engine has shared
+    stages, 1 where none has."""
     seconds: float
     simple: Mapping[str, Simple | None]
     """`card`: the best single device, `node`: an engine a node, where there are several, `each`: an
@@ -87,7 +88,10 @@ def best_topology(
     each = search.one_a_device()
     search.offer([(v, rows) for v, rows, _ in each])
     found = search.run()
-    gain = max((search.prices.gain(one.vector) for one in found.engines), default=1.0)
+    gains = [search.prices.gain(one.vector) for one in found.engines]
+    # A plain engine may be the slowest beside one that shares stages.
+    values = [one.price.value / gain for one, gain in zip(found.engines, gains, strict=True)]
+    own_value, most_gain = max(values, default=found.value), max(gains, default=1.0)
     engines = tuple(
         FoundEngine(
             places=one.places,
@@ -99,9 +103,9 @@ def best_topology(
     )
     return FoundTopology(
         engines=engines,
-        value=found.value / gain,
-        bound=found.bound / gain,
-        gain=gain,
+        value=own_value,
+        bound=min(found.bound / most_gain, own_value),
+        gain=found.value / own_value if gains else 1.0,
         seconds=found.seconds,
         simple={
             "card": card,
@@ -112,7 +116,7 @@ def best_topology(
         },
         groups=len(search.vectors.groups),
         groups_left_out=0 if grouped is None else grouped.left_out,
-        most=search.most_of_each(found.bound) if gain == 1 else (),
+        most=search.most_of_each(found.bound) if most_gain == 1 else (),
     )
 
 

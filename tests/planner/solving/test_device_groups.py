@@ -11,6 +11,7 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.devices.joined_devices import members_of
+from llmpq.planner.evaluate.objective import value
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.count_vectors import CountVectors
@@ -41,6 +42,22 @@ def test_the_best_topology_with_groups_is_that_of_brute_force() -> None:
         kinds = len(CountVectors(among).counts)
         shared += any(any(one.vector[kinds:]) for one in found.engines)
     assert shared > 0
+
+
+@pytest.mark.parametrize("seed", [66, 131])
+def test_a_plain_engine_beside_one_that_shares_stages_has_its_own_value(seed: int) -> None:
+    """The slowest engine may be either; what is compared counts those that share GROUP_GAIN."""
+    p = shared_problem(seed)
+    found = best_topology(p, OPTIONS, KnownPipeline(), gap=0.0)
+    each = [
+        (one.waves * value(one.solved.problem, one.solved.outcome.assignment), one.places)
+        for one in found.engines
+    ]
+    shares = [any(not isinstance(place, str) for place in places) for _, places in each]
+    assert any(shares) and not all(shares)
+    assert found.value == pytest.approx(max(seconds for seconds, _ in each), rel=1e-9)
+    assert found.value * found.gain == pytest.approx(best_topology_of_all(p), rel=1e-6)
+    assert found.bound <= found.value
 
 
 def test_shares_follow_speed_where_all_have_room() -> None:
