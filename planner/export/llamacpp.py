@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.devices.device_spec import device_specs
 from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
@@ -85,10 +86,10 @@ def llamacpp(plan: Plan, spec: ModelSpec) -> Exported:
     main = _main_node(plan)
     place = _placement(plan)
     plain = PLAIN_TYPES[plan.workload.dtype]
-    quantise, model = _quantise(plan, spec, plain)
+    made, model = _made_file(plan, spec, plain)
     types = _file_types(plan, spec, plain)
     memory, lack = None, None
-    if place.mode == "layer":
+    if place.mode == "layer" and made:
         memory, lack = memory_lines(plan, spec, _shares(plan, place), types)
     lines = [
         f"# llama.cpp ({engine_flags()['llamacpp']['version']}), on {main}: "
@@ -96,8 +97,7 @@ def llamacpp(plan: Plan, spec: ModelSpec) -> Exported:
             f"{'+'.join(s.device_names)} layers {s.layers[0]}-{s.layers[1] - 1}"
             for s in plan.stages
         ),
-        _convert(plan, plain),
-        *quantise,
+        *made,
     ]
     lines += [memory] if memory is not None else []
     remote = [s for s in place.gpus if s.node != main]
@@ -110,7 +110,9 @@ def llamacpp(plan: Plan, spec: ModelSpec) -> Exported:
     lines += _order(place.gpus, main)
     lines.append(_serve(plan, place, model, main))
     return Exported(
-        text="\n".join(lines) + "\n", not_expressed=_missing(plan, place), warnings=said(lack)
+        text="\n".join(lines) + "\n",
+        not_expressed=_missing(plan, place, own_file=not made),
+        warnings=said(lack),
     )
 
 
@@ -181,6 +183,15 @@ def _divided(plan: Plan, shared: StagePlan) -> LayerSplit:
         hosted=[],
         output_hosted=False,
     )
+
+
+def _made_file(plan: Plan, spec: ModelSpec, plain: str) -> tuple[list[str], str]:
+    """Return the commands that make a GGUF file, and the file; none of a plan of such a file."""
+    own = plan.model.path
+    if own and is_gguf(own):
+        return [], quoted(str(open_gguf(own).path))
+    quantise, model = _quantise(plan, spec, plain)
+    return [_convert(plan, plain), *quantise], model
 
 
 def _convert(plan: Plan, plain: str) -> str:
@@ -290,7 +301,7 @@ def _own_name(stage: StagePlan) -> str:
     return f"{BACKENDS[maker]}{stage.device_index}"
 
 
-def _missing(plan: Plan, place: LayerSplit) -> tuple[str, ...]:
+def _missing(plan: Plan, place: LayerSplit, *, own_file: bool) -> tuple[str, ...]:
     table = by_precision(plan)
     rounded = [
         f"activation bits of {precision.value} on layers {ranges(table[precision])}: weights only"
@@ -303,8 +314,9 @@ def _missing(plan: Plan, place: LayerSplit) -> tuple[str, ...]:
         drafts_line(plan),
         "KV cache at 2 bit: the closest is q4_0" if plan.workload.kv is KVPrecision.KV2 else None,
         *rounded,
+        "bits: the plan's GGUF file is served as it is, in its own types" if own_file else None,
         "block sizes: GGUF types have blocks of 32 or 256, not the plan's groups"
-        if quantised
+        if quantised and not own_file
         else None,
         f"KV cache of layers {ranges(place.hosted)} in host memory: llama.cpp keeps it on the GPU "
         "of the layers before them"

@@ -6,6 +6,7 @@ import re
 import shlex
 from bisect import bisect_right
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 
@@ -135,6 +136,27 @@ def test_a_quantised_file_names_the_type_of_every_layer() -> None:
         hits = [type_ for rule, type_ in rules if re.search(rule, f"blk.{layer}.attn_q.weight")]
         assert hits == [{"w16a16": "bf16", "w8a16": "q8_0", "w3a16": "q3_k"}[bits]]
     assert "--flash-attn on --cache-type-k q8_0 --cache-type-v q8_0" in text
+
+
+def test_a_plan_of_a_gguf_file_serves_that_file(tmp_path: Path) -> None:
+    """From any of its parts, or its folder; nothing is converted."""
+    gguf = pytest.importorskip("gguf")
+    for number in (1, 2):
+        writer = gguf.GGUFWriter(tmp_path / f"my m-0000{number}-of-00002.gguf", "qwen3")
+        writer.add_uint16("split.no", number - 1)
+        writer.add_uint16("split.count", 2)
+        writer.add_int32("split.tensors.count", 0)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+    data = _plan(("RTX-4090", 36)).model_dump(mode="json", by_alias=True)
+    first = tmp_path / "my m-00001-of-00002.gguf"
+    for path in (first, tmp_path / "my m-00002-of-00002.gguf", tmp_path):
+        data["model"]["path"] = str(path)
+        found = llamacpp(Plan.parse_data(data, where="test"), SPEC)
+        assert "convert_hf_to_gguf" not in found.text and "llama-quantize" not in found.text
+        assert f"llama-server -m '{first}' -ngl 37" in found.text
+        assert any(line.startswith("bits: the plan's GGUF file") for line in found.not_expressed)
 
 
 def test_an_unquantised_plan_serves_the_converted_file() -> None:
