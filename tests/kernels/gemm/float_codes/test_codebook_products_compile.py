@@ -4,11 +4,11 @@ import pytest
 
 pytest.importorskip("triton")
 from llmpq.kernels.gemm.float_codes.codebook_products import (  # noqa: E402
-    BN,
     HALF,
     codebook_dequantize_kernel,
     codebook_gemm_kernel,
 )
+from llmpq.kernels.gemm.scaled.small_groups import BN
 from llmpq.kernels.kernel_table import FEW_ROWS
 from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
