@@ -68,6 +68,9 @@ def dtype_note(spec: ModelSpec, cluster: Cluster, dtype: Dtype) -> str | None:
             f"{spec.name}'s values leave the range of float16: answers may be wrong; leave --dtype "
             "out, or give bfloat16 or float32"
         )
+    if dtype == spec.dtype == "float32" and any(not d.spec.is_cpu for d in cluster.devices):
+        half = "float16" if lacking else "bfloat16"
+        return f"float32, as the model's config states or leaves open; --dtype {half} takes half"
     if dtype == spec.dtype or not lacking:
         return None
     range_of = f", since {spec.name}'s values leave float16's range" if dtype == "float32" else ""

@@ -355,15 +355,8 @@ def _report(
         short_device=None if refusal is None else refusal.device,
         short_bytes=0 if refusal is None else refusal.missing_bytes,
         remedies=() if refusal is None else refusal.ways,
-        notes=tuple([*_notes(p, notes), *_packed_notes(p.spec, forms)]),
+        notes=(*(n for n in notes if n != GENERIC_NOTE), *_packed_notes(p.spec, forms)),
     )
-
-
-def _notes(p: Problem, notes: Sequence[str]) -> Iterator[str]:
-    """Yield what to say of the job, but for what the tables say."""
-    yield from (note for note in notes if note != GENERIC_NOTE)
-    if p.workload.dtype == "float32" and any(not d.spec.is_cpu for d in p.cluster.devices):
-        yield "float32, as the model's config states or leaves open; --dtype bfloat16 takes half"
 
 
 def _packed_notes(spec: ModelSpec, forms: Sequence[BitsFit]) -> Iterator[str]:

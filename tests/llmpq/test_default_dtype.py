@@ -96,3 +96,11 @@ def test_the_refusal_of_a_dtype_has_the_words_that_were_typed(capsys):
     )
     with pytest.raises(ValueError, match="^dtype bfloat16: T4 has no bfloat16; leave dtype out"):
         llmpq.make_plan("opt-1.3b", devices="t4", dtype="bfloat16")
+
+
+def test_float32_of_a_config_is_said_where_a_gpu_would_take_half() -> None:
+    spec = replace(ModelSpec.by_name("opt-1.3b"), dtype="float32")
+    assert "--dtype bfloat16 takes half" in (dtype_note(spec, cluster("A100"), "float32") or "")
+    assert "--dtype float16 takes half" in (dtype_note(spec, cluster("T4"), "float32") or "")
+    assert dtype_note(spec, cluster("CPU"), "float32") is None
+    assert dtype_note(ModelSpec.by_name("opt-1.3b"), cluster("A100"), "float32") is None

@@ -19,7 +19,7 @@ from llmpq.pictures.stage_links import link_loads
 from llmpq.pictures.text_pictures import memory_bars
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.units import format_size
+from llmpq.units import format_size, shown_loss
 
 pytestmark = pytest.mark.pure
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,6 +82,7 @@ def known(plan: Plan) -> set[str]:
             add(node)
 
     walk({key: value for key, value in data.items() if key != "inputs"})
+    found.update(shown_loss(data["predicted"][f"{which}_omega"]) for which in ("sum", "all_4bit"))
     row = model["hidden"] * {"float32": 4}.get(work["dtype"], 2)
     prompt = min(work["prompt_len"], data["prefill_chunk"] or work["prompt_len"])
     counts = [data["prefill_microbatch"] * prompt * row, data["decode_microbatch"] * row]
