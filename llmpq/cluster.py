@@ -416,7 +416,7 @@ def resolve(node: Node, group: DeviceGroup, index: int, counts: dict[str, int]) 
     memory = (emulate.memory if emulate else None) or group.memory
     if memory is None and spec.sold_with:
         raise ValueError(f"node '{node.name}': {which_memory(kind)}, by 'memory'")
-    memory = memory or spec.memory
+    memory = spec.installed(memory or spec.memory)
     reserve = spec.default_reserve(memory) if group.reserve is None else group.reserve
     if reserve >= memory:
         raise ValueError(f"node '{node.name}': reserve leaves nothing of {kind}'s memory")

@@ -626,6 +626,11 @@ class Plan(FileForm):
     def from_data(cls, data: object, *, where: str) -> Plan:
         """Return the plan of a file's data; `BadPlanError` names what is wrong with it."""
         try:
+            if isinstance(data, dict) and isinstance(data.get("plans"), list):
+                raise ValueError(
+                    f"'{where}' is a front of {len(data['plans'])} plans (--pareto), expected one "
+                    "plan: each of 'plans' is one in a file of its own"
+                )
             if isinstance(data, dict) and isinstance(data.get("engines"), list):
                 raise ValueError(
                     f"'{where}' is a plan of {len(data['engines'])} engines, expected one of a "

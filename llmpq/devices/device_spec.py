@@ -78,6 +78,12 @@ class DeviceSpec(FileForm):
         shared = 0 if self.host_share is None else round(memory_bytes * (1 - self.host_share))
         return min(self.reserve + shared, memory_bytes // 2)
 
+    def installed(self, memory_bytes: int) -> int:
+        """Return the memory of a machine named by a size it is sold with: 64 GB are 64 GiB."""
+        gigabytes, rest = divmod(memory_bytes, 10**9)
+        sold = not rest and f"{gigabytes} GB" in self.sold_with
+        return gigabytes << 30 if sold else memory_bytes
+
     @property
     def unpacks_weights(self) -> bool:
         """Whether long prompts meet a packed weight as one dense matrix (not on Hopper)."""

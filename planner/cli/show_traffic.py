@@ -31,6 +31,7 @@ from llmpq.planner.traffic.traffic_search import (
     Valued,
     search_traffic,
 )
+from llmpq.service_measures import ATTAINMENT
 from llmpq.topology import Topology
 from llmpq.units import shown_loss
 
@@ -155,6 +156,12 @@ def traffic_lines(
         if found.simulated
         else _of_a_steady_state(best, traffic),
     ]
+    rate, limited = traffic.rate_per_s, limits_in_words(traffic.limits)
+    if rate is not None and limited and best.served.attained < ATTAINMENT:
+        lines.append(
+            f"{rate:.3g} requests/s are not kept: {best.served.attained:.1%} of the "
+            f"requests are within the limits, not {ATTAINMENT:.0%}"
+        )
     if objective == "rate":
         lines.append("engines by themselves, their rates added, for comparison:")
     elif rows > COMPARED:

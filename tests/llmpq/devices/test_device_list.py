@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from llmpq.cluster import Cluster
 from llmpq.devices.device_list import CPU_THREADS, read_devices
 from llmpq.devices.device_spec import (
     canonical_kind,
@@ -222,7 +223,18 @@ def test_a_card_that_may_drive_a_screen_leaves_it_half_a_gib() -> None:
     mine, server = read_devices("4090,a6000").cluster.devices
     assert (mine.reserve_bytes, server.reserve_bytes) == (2**29, 0)
     (mac,) = read_devices("m4-max=128GB").cluster.devices
-    assert mac.limit_bytes == pytest.approx(96e9), "what macOS gives a GPU"
+    assert mac.limit_bytes == pytest.approx(96 * 2**30), "what macOS gives a GPU"
+
+
+@pytest.mark.parametrize(
+    ("memory", "total"), [("48GB", 48 * 2**30), ("48GiB", 48 * 2**30), ("40GB", 40 * 10**9)]
+)
+def test_a_machine_has_the_gib_that_it_is_sold_with(memory: str, total: int) -> None:
+    (mac,) = read_devices(f"m4-pro={memory}").cluster.devices
+    assert mac.memory_bytes == total
+    node = {"name": "mini", "devices": [{"kind": "M4-Pro", "memory": memory}]}
+    (named,) = Cluster.parse_data({"name": "lab", "nodes": [node]}, where="test").devices
+    assert named.memory_bytes == total
 
 
 MACHINE = MachineDevices(

@@ -219,6 +219,9 @@ def test_files_that_are_no_topology_are_refused(two_engines: Path, tmp_path: Pat
     with pytest.raises(Exception, match="is a plan of 2 engines, expected one of a single engine"):
         Plan.load(two_engines / "plan.json")
     data = json.loads(plan.dump_json())
+    path.write_text(json.dumps({"schema": 1, "plans": [data["engines"][0]["plan"]] * 3}))
+    with pytest.raises(Exception, match="is a front of 3 plans .--pareto., expected one plan"):
+        read_plan(path)
     for change, said in (
         (lambda d: d["engines"][0].update(rows=3), "the engines' rows are"),
         (lambda d: d["engines"].__setitem__(1, d["engines"][0]), "engines share a device"),

@@ -269,6 +269,16 @@ def test_a_rate_that_is_kept_leaves_the_rest_to_quality(tmp_path: Path) -> None:
     assert plan.traffic.predicted.attained >= 0.9 and (plan.traffic.highest_rate_per_s or 0) >= 0.5
 
 
+@pytest.mark.parametrize(("rate", "kept"), [("1", True), ("500", False)])
+def test_a_rate_that_is_not_kept_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rate: str, kept: bool
+) -> None:
+    plan = _planned(["--devices", "t4", "--rate", rate, "--ttft", "0.2"], tmp_path / "plan.json")
+    assert isinstance(plan, Plan) and plan.traffic is not None
+    assert (plan.traffic.predicted.attained >= 0.9) is kept
+    assert (f"{rate} requests/s are not kept: " not in capsys.readouterr().out) is kept
+
+
 def test_few_requests_are_all_compared_by(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
