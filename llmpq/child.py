@@ -4,6 +4,7 @@ The parent starts a module (`Child`) and writes one line that says what the chil
 for each call: {"number": 3, "call": "load", "args": []}. The child (`serve_calls`) answers in any
 order, with {"number": 3, "value": ...} or {"number": 3, "error": "ValueError", "text": "..."}; a
 call that streams has {"number": 3, "part": ...} before, and ends at {"number": 3, "cancel": true}.
+What it logs comes as {"logger": "llmpq", "level": 30, "text": "..."} and is logged by the parent.
 
 A child ends with its standard input, so that it never outlives its parent. Its death fails every
 open call with an obituary: the signal or the exit code, and the last line it wrote to stderr.
@@ -12,8 +13,10 @@ open call with an obituary: the signal or the exit code, and the last line it wr
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -161,6 +164,9 @@ class Child:
         """Complete calls until the process ends, then fail the others."""
         assert self._process.stdout is not None
         for message in read_lines(self._process.stdout):
+            if "logger" in message:
+                _log_once(message["logger"], message["level"], message["text"])
+                continue
             number = message["number"]
             with self._lock:
                 answer, on_part = self._open[number]
@@ -201,6 +207,12 @@ class Child:
         return f"its process ended with code {code}{last}"
 
 
+@functools.lru_cache
+def _log_once(logger: str, level: int, text: str) -> None:
+    """Log what a child has logged; children that are alike say the same."""
+    logging.getLogger(logger).log(level, "%s", text)
+
+
 def _settle(answer: Future[Any], error: Exception) -> None:
     """Fail a call that somebody may still wait for."""
     with contextlib.suppress(InvalidStateError):  # who waited has gone
@@ -229,6 +241,7 @@ def serve_calls(
         signal.signal(number, signal.SIG_IGN)
     messages, answers = read_lines(sys.stdin), take_answers()
     server = _Server(make, next(messages), calls, answers)
+    logging.getLogger("llmpq").addHandler(_LogOf(server))
     if server.asynchronous:
         import asyncio  # of one kind of child only
 
@@ -317,9 +330,25 @@ class _Server:
         assert message["call"] in self._calls, message["call"]
         return getattr(self._object, message["call"])(*message["args"])
 
+    def log(self, logger: str, level: int, text: str) -> None:
+        """Have the parent log a text."""
+        self._send({"logger": logger, "level": level, "text": text})
+
     def _send(self, message: Mapping[str, Any]) -> None:
         with self._lock:
             write_line(self._answers, message)
+
+
+class _LogOf(logging.Handler):
+    """Has the parent log what this process logs: its stderr is read for an obituary only."""
+
+    def __init__(self, server: _Server) -> None:
+        super().__init__()
+        self._server = server
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):  # the parent has gone
+            self._server.log(record.name, record.levelno, record.getMessage())
 
 
 def described_error(error: BaseException) -> dict[str, str]:

@@ -84,8 +84,8 @@ def in_our_terms(said: str) -> str:
         )
     if "min/maxProperties only supported" in text:
         return "minProperties and maxProperties need every property to be required"
-    if text.startswith("Parser Error: "):
-        text = text.removeprefix("Parser Error: ").split("; consider")[0]
+    if text.startswith(("Parser Error: ", "lexer error: ")):
+        text = text.partition(": ")[2].split("; consider")[0].removesuffix(" <non-verbose/>")
         text = f"it leaves too many ways open at once ({text})"
     return text[:300]
 

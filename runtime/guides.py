@@ -84,11 +84,13 @@ class GrammarCompiler:
         raise GuideError(f"{what} cannot be followed: {why}")
 
     def _lack(self, guide: Guide) -> str | None:
-        """Return why no text can follow a guide, None if its first token is known."""
+        """Return why no text can follow a guide, None if it takes a first token."""
         try:
             matcher = self._matcher(guide)
             if not matcher.is_error():
-                matcher.compute_bitmask()
+                # A guide that is too large fails behind its first token, after a second or two that
+                # all requests of a step would wait for.
+                matcher.consume_token(_first_of(matcher.compute_bitmask()))
             return in_our_terms(matcher.get_error()) if matcher.is_error() else None
         except ValueError as error:
             return in_our_terms(str(error))
@@ -320,6 +322,12 @@ class Automaton:
                 stopped = matcher.is_stopped()
             self._taken.append(token)
         return matcher
+
+
+def _first_of(mask: bytes) -> int:
+    """Return the lowest token that a mask allows, token t at bit t % 8 of byte t // 8."""
+    bits = int.from_bytes(mask, "little")
+    return (bits & -bits).bit_length() - 1
 
 
 def _grammar(guide: Guide) -> str:

@@ -442,8 +442,8 @@ class LLM:
         ends = [finished[request.id] for request in prompt.requests]
         noted = ends[0].noted
         scores = None
-        if prompt.params.prompt_logprobs is not None and noted is not None:
-            scores = [None, *self._prompts.logprobs(noted.prompt)]
+        if prompt.params.prompt_logprobs is not None and (noted or len(prompt.tokens) == 1):
+            scores = [None, *self._prompts.logprobs(noted.prompt if noted else ())]
         return RequestOutput(
             request_id=prompt.name,
             prompt=prompt.prompt,

@@ -334,7 +334,7 @@ def as_flags(message: str) -> str:
 
     text = re.sub(rf"(?<![\w'-])({'|'.join(names)})=(?:'([^']*)')?", flag, message)
     return re.sub(
-        rf"(?<![\w'/.-])({'|'.join(spelled)})(?![\w'])",
+        rf"(?<![\w'/.-])({'|'.join(spelled)})(?![\w']|\.\w)",  # no name of a file
         lambda m: "--" + m[1].replace("_", "-"),
         text,
     )

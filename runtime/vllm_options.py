@@ -28,6 +28,8 @@ _DRAFTS = "drafts are speculate='ngram' or another mode, with gamma="
 _DRAFT_FLAGS = "drafts are --speculate MODE with --gamma N"
 _TEXT = "models read text only"
 _MAKES_TEXT = "a model generates text"
+_AS_CONFIG = "a model is run as its config.json says"
+_KV_STAYS = "KV caches stay on the devices that made them"
 _BOTH = (True, False)
 
 
@@ -74,7 +76,7 @@ VLLM_OPTIONS: Mapping[str, Other] = {
     "tokenizer_revision": Other(_FILES, flag=_LEAVE_FILES),
     "skip_tokenizer_init": Other("a model without tokenizer files runs on token ids", (False,)),
     "hf_config_path": Other(_FILES, flag=_LEAVE_FILES),
-    "hf_overrides": Other("a model is run as its config.json says", (None, {})),
+    "hf_overrides": Other(_AS_CONFIG, (None, {})),
     "hf_token": Other("the hub's token is HF_TOKEN in the environment"),
     "download_dir": Other("models of the hub lie in its cache: set HF_HOME"),
     "config_format": Other(_FILES, (None, "auto"), _LEAVE_FILES, _FILES),
@@ -130,6 +132,33 @@ VLLM_OPTIONS: Mapping[str, Other] = {
         "up to 100 logprobs may be asked for",
         flag="a request may ask for as many as the API allows: leave it out",
     ),
+    "model_impl": Other("there is one implementation of a family", (None, "auto")),
+    "logprobs_mode": Other("logprobs are the model's own", (None, "raw_logprobs")),
+    "scheduling_policy": Other(
+        "requests go in order, by their 'priority' first", (None, "fcfs", "priority")
+    ),
+    "attention_backend": Other(
+        "kernels are those of llmpq-dist doctor's table",
+        flag="kernels are those of llmpq-dist doctor's table: leave it out",
+    ),
+    "enable_expert_parallel": Other(
+        "devices share layers by tensor_parallel_size=",
+        (None, False),
+        "devices share layers by --tensor-parallel-size: leave it out",
+    ),
+    "kv_transfer_config": Other(_KV_STAYS, flag=f"{_KV_STAYS}: leave it out"),
+    "kv_events_config": Other(_KV_STAYS, flag=f"{_KV_STAYS}: leave it out"),
+    "num_gpu_blocks_override": Other(
+        "memory that is used is gpu_memory_utilization=",
+        flag="memory that is left free is the plan's: llmpq-algo --reserve",
+    ),
+    "rope_scaling": Other(_AS_CONFIG),
+    "rope_theta": Other(_AS_CONFIG),
+    "code_revision": Other(_NO_CODE),
+    "enable_sleep_mode": Other(
+        "weights stay where they are", (None, False), "weights stay where they are: leave it out"
+    ),
+    "disable_cascade_attn": Other("there is none", (None, *_BOTH)),
     "override_generation_config": Other(
         "answers are sampled by SamplingParams",
         (None, {}),
@@ -163,6 +192,11 @@ OTHER_OPTIONS: Mapping[str, Other] = {
     "chat_format": Other("a chat template is the model's, or an argument of LLM.chat"),
     "chat_template": Other("it is an argument of LLM.chat"),
     "draft_model": Other(_DRAFTS),
+    "disable_async_output_proc": Other("steps are scheduled ahead", (None, *_BOTH)),
+    "num_scheduler_steps": Other("steps are scheduled ahead", (None, 1)),
+    "override_pooler_config": Other(_MAKES_TEXT),
+    "attention_config": Other("kernels are those of llmpq-dist doctor's table"),
+    "allowed_local_media_path": Other(_TEXT, (None, "")),
     "async_scheduling": Other("steps are scheduled ahead", (None, *_BOTH)),
     "logits_processors": Other("use SamplingParams(logit_bias=...) or its likes", (None, [])),
 }

@@ -19,7 +19,6 @@ _LOGS = "lines of the log are llmpq-dist serve --no-access-log and --log-prompts
 _HOSTS = "several machines are --cluster YAML, or a Ray: --ray-address HOST:PORT"
 _TRACES = "what stages did is --trace FILE"
 _GRAPHS = "graphs are captured for every length: leave it out"
-_AS_CONFIG = "a model is run as its config.json says"
 _LAYERS = "which device has which layers is planned: llmpq-algo --devices"
 _KV_BITS = "the bits of the KV cache are --kv-cache-dtype"
 _IN_RAM = "the CPU computes whole layers instead: llmpq-algo --devices 4090,cpu"
@@ -127,22 +126,13 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--nnodes": _HOSTS,
     "--node-rank": _HOSTS,
     "--master-addr": _HOSTS,
-    "--enable-expert-parallel": "devices share layers by --tensor-parallel-size: leave it out",
-    "--attention-backend": "kernels are those of llmpq-dist doctor's table: leave it out",
-    "--kv-transfer-config": "KV caches stay on the devices that made them: leave it out",
-    "--kv-events-config": "KV caches stay on the devices that made them: leave it out",
-    "--num-gpu-blocks-override": VLLM_OPTIONS["kv_cache_memory_bytes"].flag,
     "--cuda-graph-sizes": _GRAPHS,
     "--optimization-level": _GRAPHS,
     "-O": _GRAPHS,
     "--otlp-traces-endpoint": _TRACES,
     "--collect-detailed-traces": _TRACES,
-    "--rope-scaling": _AS_CONFIG,
-    "--rope-theta": _AS_CONFIG,
-    "--code-revision": VLLM_OPTIONS["trust_remote_code"].instead,
     "--no-async-scheduling": "several steps are always under way: leave it out",
     "--no-enable-chunked-prefill": VLLM_OPTIONS["enable_chunked_prefill"].instead,
-    "--enable-sleep-mode": "weights stay where they are: leave it out",
     "--context-length": "the longest request is --max-model-len N",
     "--mem-fraction-static": "it is --gpu-memory-utilization SHARE",
     "--alias": "it is --served-model-name NAME",
@@ -168,21 +158,15 @@ IDLE_FLAGS: Mapping[str, Idle] = {
     "--disable-log-requests": Idle("prompts are not logged unless --log-prompts asks"),
     "--no-enable-log-requests": Idle("prompts are not logged unless --log-prompts asks"),
     "--async-scheduling": Idle("several steps are always under way"),
-    "--scheduling-policy": Idle(
-        "requests go in order, by their 'priority' first", ("fcfs", "priority")
-    ),
     "--enable-prompt-tokens-details": Idle("usage has them"),
     "--enable-server-load-tracking": Idle("/load is there"),
     "--enable-request-id-headers": Idle("answers have X-Request-Id"),
     "--language-model-only": Idle("models read text only"),
     "--skip-mm-profiling": Idle("models read text only"),
-    "--disable-cascade-attn": Idle("there is none"),
     "--use-tqdm-on-load": Idle("loading says how far it is"),
     "--api-server-count": Idle("one process answers HTTP", ("1",)),
     "--stream-interval": Idle("tokens are sent as they come", ("1",)),
     "--response-role": Idle("answers are the assistant's", ("assistant",)),
-    "--model-impl": Idle("there is one implementation of a family", ("auto",)),
-    "--logprobs-mode": Idle("logprobs are the model's own", ("raw_logprobs",)),
     "--jinja": Idle("chat templates are Jinja"),
     "--load-format": Idle("a checkpoint's form is found in its files", ("auto", "safetensors")),
 }

@@ -77,6 +77,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "repetition_detection": ((), _NO_SAMPLER),
     "logits_processors": (([],), _NO_SAMPLER),
     "truncation_side": (("left",), "the end of a prompt is what stays"),
+    "prompt_embeds": ((), "send 'prompt', a text or token ids"),
     "add_special_tokens": ((False,), "a chat template writes them itself"),
     "documents": (([],), "write them into a message"),
     "chat_template": ((), _FIXED),

@@ -26,9 +26,11 @@ from llmpq.runtime.token_rules import Guide, LogitsConstraints, LogprobOutput, T
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids (a list, an array), or `{"prompt": text}` or `{"prompt_token_ids": ids}`.
 
-With both keys the tokens are run, and the text is only shown. Further key `thinking_marks`: what
-stands before and behind a thought, () for none; without it the model's template shows them."""
+With both keys the tokens are run, and the text is only shown. Further keys (None: as without):
+`cache_salt` (`Request.cache_salt`); `thinking_marks`, what stands before and behind a thought,
+() for none; without it the model's template shows them."""
 _KEYS = ("prompt", "prompt_token_ids")
+_SALT = "cache_salt"
 _MARKS = "thinking_marks"
 
 
@@ -186,7 +188,7 @@ class RequestFactory:
             rules=rules,
             min_new=params.min_tokens,
             priority=priority,
-            cache_salt=cache_salt,
+            cache_salt=_salt_of(prompt, cache_salt),
             timeout_s=params.timeout_s,
             may_draft=rules is None,
             stream=stream,
@@ -299,15 +301,17 @@ class RequestFactory:
         """Return a prompt's text, if it has one, and its tokens."""
         text = None
         if isinstance(prompt, Mapping):
-            if not set(prompt) & {*_KEYS} or set(prompt) - {*_KEYS, _MARKS}:
+            given = {key for key, value in prompt.items() if value is not None}
+            if not given & {*_KEYS} or given - {*_KEYS, _MARKS, _SALT}:
                 raise ValueError(
-                    f"a prompt has one of {', '.join(_KEYS)}, got {sorted(map(str, prompt))}"
-                    f"{_hint(prompt)}"
+                    f"a prompt has one of {', '.join(_KEYS)} (and {_SALT}), got "
+                    f"{sorted(map(str, given))}{_hint(prompt)}"
                 )
             text = prompt.get("prompt")
             if not isinstance(text, str | None):
                 raise ValueError(f"'prompt' must be a text, got {text!r:.100}")
-            prompt = prompt.get("prompt_token_ids", text)
+            tokens = prompt.get("prompt_token_ids")
+            prompt = text if tokens is None else tokens
         if isinstance(prompt, str):
             return prompt, tuple(self.tokenizer.encode(prompt, room=room))
         tokens = token_list(prompt)
@@ -330,6 +334,14 @@ def _marks_of(prompt: Prompt) -> tuple[str, ...] | None:
     if not texts or len(marks) not in (0, 2):
         raise ValueError(f"'{_MARKS}' must be two texts or none, got {marks!r:.100}")
     return tuple(marks)
+
+
+def _salt_of(prompt: Prompt, otherwise: str | None) -> str | None:
+    """Return the salt that a prompt comes with."""
+    salt = prompt.get(_SALT) if isinstance(prompt, Mapping) else None
+    if not isinstance(salt, str | None):
+        raise ValueError(f"a prompt's '{_SALT}' must be a text, got {salt!r:.100}")
+    return otherwise if salt is None else salt
 
 
 def _hint(prompt: object) -> str:

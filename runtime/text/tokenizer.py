@@ -335,7 +335,7 @@ class Tokenizer:
             if as_texts != plain:
                 with suppress(Exception):
                     return str(render(as_texts))
-            raise ValueError(f"the model's chat template refuses the messages: {error}") from None
+            raise ValueError(f"the chat template refuses the messages: {error}") from None
 
 
 def _load(directory: Path) -> Any:

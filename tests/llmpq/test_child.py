@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -10,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.child import CallFailed, Child
+from llmpq.child import CallFailed, Child, _log_once
 from llmpq.errors import DoesNotFitError
 
 pytestmark = pytest.mark.pure
 SYNC = """
-import os, time
+import logging, os, time
 from llmpq.child import serve_calls
 from llmpq.errors import DoesNotFitError
 
@@ -26,9 +27,10 @@ class Served:
     def too_big(self): raise DoesNotFitError("too big")
     def odd(self): raise KeyError("odd")
     def hang(self): time.sleep(60)
+    def warn(self): logging.getLogger("llmpq.part").warning("%d%% are slow", self.start)
     def leave(self): os.write(2, b"last words\\n"); os._exit(3)
 
-calls = ["add", "refuse", "too_big", "odd", "hang", "leave"]
+calls = ["add", "refuse", "too_big", "odd", "hang", "warn", "leave"]
 serve_calls(lambda first: Served(first["start"]), calls)
 """
 STREAM = """
@@ -111,6 +113,15 @@ def test_calls_are_answered_and_errors_keep_their_kind(start: Start) -> None:
 def test_a_child_that_leaves_says_its_last_line(start: Start) -> None:
     with pytest.raises(CallFailed, match="ended with code 3: last words"):
         start(SYNC).call("leave").result(30)
+
+
+def test_what_children_log_is_logged_by_the_parent_once(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    _log_once.cache_clear()
+    for _ in range(2):
+        assert start(SYNC).call("warn").result(30) is None
+    assert caplog.record_tuples == [("llmpq.part", logging.WARNING, "1% are slow")]
 
 
 def test_ctrl_c_of_the_group_is_the_parents(start: Start) -> None:

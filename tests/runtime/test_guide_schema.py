@@ -111,6 +111,10 @@ def test_a_schema_of_thousands_of_levels_is_refused(wrap):
             "Parser Error: Current row has 12 items; max is 2; consider making\n<state>\nTokens",
             r"too many ways open at once \(Current row has 12 items; max is 2\)$",
         ),
+        (
+            "lexer error: too many expressions constructed\n<non-verbose/>",
+            r"too many ways open at once \(too many expressions constructed\)$",
+        ),
     ],
 )
 def test_the_librarys_sentences_are_told_in_a_schemas_terms(said, told):

@@ -146,7 +146,8 @@ def test_one_of_thousands_of_choices_is_made(llm):
 def test_a_guide_that_gives_up_is_an_error_not_an_end(llm, monkeypatch):
     monkeypatch.setattr("llmpq.runtime.guides._LIMITS", {"max_items_in_row": 60})
     inner = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(100)}}
-    schema = {"type": "object", "properties": {"in": inner}, "required": ["in"]}
+    properties = {"first": {"type": "boolean"}, "in": inner}
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
     params = [asked(StructuredOutputsParams(json=schema), 1), SamplingParams(max_tokens=4, seed=1)]
     failed, other = (answer.outputs[0] for answer in llm.generate(["a", "b"], params))
     assert failed.text and '{"in": {'.startswith(failed.text)
@@ -242,6 +243,7 @@ def test_a_guide_does_not_change_a_text_that_fits(llm):
         ({"calls": [("a", {"$ref": "#"})]}, "parameters of the tool 'a' .* back to itself"),
         ({"regex": "(["}, "unclosed character class"),
         ({"regex": "a" * (1 << 20) + "a"}, "is too long"),
+        ({"regex": "a{900000}"}, "the regex cannot be followed: it leaves too many ways open"),
     ],
 )
 def test_guides_that_cannot_be_followed_are_refused(llm, guide, said):

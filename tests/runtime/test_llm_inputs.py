@@ -146,6 +146,9 @@ def test_a_model_without_a_template_says_so_in_python(demo_model, tmp_path):
         ({"prompt": 5}, "'prompt' must be a text, got 5"),
         ({"prompt_token_ids": "abc", "x": 1}, "a prompt has one of prompt, prompt_token_ids"),
         ({}, "a prompt has one of"),
+        ({"prompt": None}, "a prompt has one of"),
+        ({"prompt": "a", "multi_modal_data": {}}, "got .*'multi_modal_data'"),
+        ({"prompt": "a", "cache_salt": 5}, "a prompt's 'cache_salt' must be a text, got 5"),
         (np.array([[0.5]]), "a text or a list of token ids"),
         (np.array(5), "a text or a list of token ids"),
         (["a", 2.5], "prompt 1: a prompt is a text"),
@@ -160,6 +163,14 @@ def test_what_is_no_prompt_is_refused_by_its_place(llm, prompt, said):
     with pytest.raises(ValueError, match=r"^(a prompt|'prompt'|the prompt|token)"):
         llm.generate(prompt[-1:] if isinstance(prompt, list) else prompt, SHORT)
     assert llm.stats()["requests"] == []
+
+
+def test_a_prompt_as_vllm_has_them_comes_with_a_salt_and_keys_that_are_none(llm):
+    unused = {"multi_modal_data": None, "prompt_token_ids": None}
+    for given, salt in (({"cache_salt": "x"}, "x"), ({"cache_salt": None}, "y"), ({}, "y")):
+        ours = llm.prepare({"prompt": "def f(", **unused, **given}, SHORT, cache_salt="y")
+        assert [request.cache_salt for request in ours.requests] == [salt]
+        assert ours.tokens == llm.prepare("def f(", SHORT).tokens
 
 
 def test_messages_given_as_a_prompt_are_shown_where_they_go(llm):

@@ -33,6 +33,11 @@ def llm(request, hf, demo_model, make_plan):
         yield made
 
 
+def test_a_prompt_of_one_token_has_no_token_before_it_that_could_score_it(llm):
+    (answer,) = llm.generate([[5]], SCORE)
+    assert answer.prompt_logprobs == [None]
+
+
 def test_prompts_are_scored_as_transformers_scores_them(llm, hf):
     for answer in llm.generate(PROMPTS, SCORE):
         tokens = list(answer.prompt_token_ids)

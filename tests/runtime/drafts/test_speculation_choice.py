@@ -454,6 +454,11 @@ def test_options_without_effect_are_refused(demo_model, make_plan, mode, gamma, 
     assert message in as_flags(str(refused.value))
 
 
+def test_a_files_name_is_no_flag():
+    said = as_flags("max_model_len is no field of generation_config.json; set generation_config.")
+    assert said == "--max-model-len is no field of generation_config.json; set --generation-config."
+
+
 def test_usable_modes_by_plan(demo_model, make_plan):
     assert usable_modes(make_plan(demo_model, bits="w8a16")) == ("w4kv4", "kv4", "ngram")
     assert usable_modes(make_plan(demo_model, bits="w4a16")) == ("qspec", "kv4", "ngram")

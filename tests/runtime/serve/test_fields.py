@@ -62,6 +62,7 @@ VLLM = {
     "truncation_side",
     "bad_words",
     "prompt_logprobs",
+    "prompt_embeds",
     "logprob_token_ids",
     "allowed_token_ids",
     "echo",
