@@ -265,6 +265,7 @@ VLLM_GUIDES: Mapping[str, Other] = {
 }
 """Of `StructuredOutputsParams`."""
 VLLM_CALLS: Mapping[str, Other] = {
+    "request_id": Other("it is an argument of LLM.submit and LLM.stream, which do not block"),
     "lora_request": Other(_ADAPTERS),
     "prompt_token_ids": Other("token ids are prompts: {'prompt_token_ids': [...]}, or the list"),
     "tokenization_kwargs": Other(
