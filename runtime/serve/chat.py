@@ -311,6 +311,11 @@ class Chat:
             return None
         return [tool.model_dump(exclude_none=True) for tool in self._body.tools]
 
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer is a call or, where it is cut, nothing."""
+        return self._forced is not None
+
     def _forced_tools(self) -> str | None:
         """Return the tool that must be called, "" where any of them; None where none must."""
         choice, tools = self._body.tool_choice, self._body.tools or []

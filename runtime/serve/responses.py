@@ -232,7 +232,9 @@ class Responses:
     ) -> AsyncGenerator[tuple[str, Data]]:
         """Yield the events of an answer as it comes; the last one has all of it."""
         reason, used = "stop", None
-        output = _Output(with_logprobs=self._body.wants_logprobs)
+        output = _Output(
+            with_logprobs=self._body.wants_logprobs, forces_call=self._chat.forces_call
+        )
         async with aclosing(self._chat.parts(begun, streamed=streamed)) as parts:
             async for choice, now in parts:
                 used, reason = now, choice["finish_reason"] or reason
@@ -297,10 +299,11 @@ class Responses:
 class _Output:
     """The items of a streamed answer: one open at a time."""
 
-    def __init__(self, *, with_logprobs: bool) -> None:
+    def __init__(self, *, with_logprobs: bool, forces_call: bool) -> None:
         self.items: list[Data] = []
         self._open = False
         self._with_logprobs = with_logprobs
+        self._forces_call = forces_call
         self._scores: list[Data] = []
         """Of tokens that showed no text yet; a message that comes has them, a call has no room."""
 
@@ -324,7 +327,7 @@ class _Output:
 
     def end(self, status: str) -> Iterator[tuple[str, Data]]:
         """Yield how the last item ends; an answer of nothing is a message of nothing."""
-        if not self.items and status == "completed":
+        if not self.items and not self._forces_call:
             yield from self._write("")
         yield from self._close(status)
 

@@ -310,8 +310,7 @@ class RequestFactory:
             text = prompt.get("prompt")
             if not isinstance(text, str | None):
                 raise ValueError(f"'prompt' must be a text, got {text!r:.100}")
-            tokens = prompt.get("prompt_token_ids")
-            prompt = text if tokens is None else tokens
+            prompt = next(prompt[key] for key in reversed(_KEYS) if key in given)
         if isinstance(prompt, str):
             return prompt, tuple(self.tokenizer.encode(prompt, room=room))
         tokens = token_list(prompt)
