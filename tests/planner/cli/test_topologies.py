@@ -136,7 +136,7 @@ def test_slow_links_between_nodes_are_not_crossed(
     for engine in plan.engines:
         assert len({stage.node for stage in engine.plan.stages}) == 1
     assert any(stage.shares for stage in plan.stages)  # the devices of a node, each layer
-    assert main(["export", str(tmp_path / "plan.json"), "--to", "vllm"]) == 2
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "accelerate"]) == 2
     assert "--tensor-parallel 1" in capsys.readouterr().err
     planned(*words, "--tensor-parallel", "1")
     assert main(["export", str(tmp_path / "plan.json"), "--to", "vllm"]) == 2
