@@ -130,7 +130,7 @@ def measure(drawn: Drawn, device: torch.device) -> tuple[int, int]:
         *(plan, drawn.index, drawn.spec, RandomSource(drawn.spec, device=device), device, size),
         step_tokens=plan.prefill_step_tokens,
     )
-    compute.leave_on_device(hidden=True)
+    compute.leave_on_device()
     compute.warm_up(min(plan.decode_microbatch, work.batch), WARM_UP_TOKENS)
     # Loading is over: what it needed is given back before prompts come.
     torch.cuda.reset_peak_memory_stats()
