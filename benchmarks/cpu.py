@@ -3,6 +3,7 @@
     python benchmarks/cpu.py --llama-bench PATH                  llama-3.2-1b at 16, 8 and 4 bits
     python benchmarks/cpu.py --llama-bench PATH --model qwen2.5-3b --bits 4 --batch 1,8,32
     python benchmarks/cpu.py --llama-bench PATH --bits 4 --depth 4096,16384 --kv kv16,kv4
+    python benchmarks/cpu.py --model benchmarks/data/hybrid-1b --beside llama-3.2-1b --bits 8,4
 
 PATH is llama.cpp's `llama-bench`; `llama-batched-bench` beside it serves batches. Both build from
 the sdist of `llama-cpp-python` (in vendor/llama.cpp: `cmake -B build -DGGML_NATIVE=ON`, then
@@ -13,6 +14,8 @@ row is the median of ours, in the pool of KV blocks that runs serve from, with t
 what its own quantiser writes beside Q4_0; ours is what plans have, 8 bits where layers have 8 or
 fewer. `--depth`: decode steps behind so many tokens,
 llama.cpp's with its F16 cache, filled by `--fill-threads`; a long one once for a case's rows.
+`--beside`: another model of ours in turn; its baseline is its time times the first one's bytes of
+weights that a step reads over its own.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
+from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.sampling import likeliest
 from llmpq.runtime.models.stage_model import DTYPES
@@ -148,6 +152,22 @@ def time_ours(model: ReferencePipeline, batch: int, prompt: int, new: int) -> Se
     return prefill_s, (time.perf_counter() - start_s) / new
 
 
+def time_alike(
+    other: ReferencePipeline, model: ReferencePipeline, batch: int, prompt: int, new: int
+) -> Seconds:
+    """Time another model of ours, and return what it would take with as many bytes of weights."""
+    size = _bytes_read(model) / _bytes_read(other)
+    prefill_s, step_s = time_ours(other, batch, prompt, new)
+    return prefill_s * size, step_s * size
+
+
+def _bytes_read(model: ReferencePipeline) -> int:
+    """Return the bytes of weights that a step reads: all but the table of token embeddings."""
+    (stage,) = model.stages
+    assert stage.embedding is not None
+    return stage.weight_nbytes - stage.embedding.tokens_Vh.nbytes
+
+
 @torch.inference_mode()
 def time_ours_behind(
     model: ReferencePipeline, batch: int, depth: int, new: int, kv: KVPrecision
@@ -169,9 +189,13 @@ def pool_of(
     """Return a pool whose rows have blocks for `length` tokens, `start` of them there."""
     blocks = -(-length // BLOCK_TOKENS)
     size = PoolSize(num_blocks=batch * blocks, slots=batch, max_len=length, prefix_cache=False)
-    pool = make_paged_kv(
-        model.spec, kv, size, layers=range(model.spec.num_layers), dtype=model.dtype
-    )
+    spec = model.spec
+    attending = [layer for layer in range(spec.num_layers) if spec.has_kv(layer)]
+    pool = make_paged_kv(spec, kv, size, layers=attending, dtype=model.dtype)
+    pool = with_states(
+        pool, spec, num_layers=sum(map(spec.has_state, range(spec.num_layers))), slots=batch,
+        snapshots=0, dtype=model.dtype, device="cpu",
+    )  # fmt: skip
     own = [tuple(range(row, batch * blocks, batch)) for row in range(batch)]
     given = blocks if kv is KVPrecision.KV16 else packed_blocks(size.max_len)
     rows = [PagedRow(slot=row, new_blocks=own[row][:given]) for row in range(batch)]
@@ -301,7 +325,8 @@ def main() -> None:
     levels = [level.name for level in library.usable_levels()]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--llama-bench", type=Path, help="llama.cpp's program; left out without")
-    parser.add_argument("--model", default="llama-3.2-1b", help="a built-in model's shape")
+    parser.add_argument("--model", default="llama-3.2-1b", help="a built-in model's shape, or DIR")
+    parser.add_argument("--beside", help="another model's shape, in turn")
     parser.add_argument("--layers", type=int, help="fewer layers, of all programs")
     parser.add_argument("--bits", type=_numbers, default=[16, 8, 4])
     parser.add_argument("--batch", type=_numbers, default=[1])
@@ -325,11 +350,16 @@ def main() -> None:
     if args.level is not None:
         level = library.LEVELS[args.level]
         library.best_level = lambda: level  # type: ignore[assignment]
-    spec = ModelSpec.by_name(args.model)
+    spec = spec_of(args.model)
     spec = replace(spec, num_layers=args.layers) if args.layers else spec
     with tempfile.TemporaryDirectory(prefix="llmpq-gguf-") as folder:
         for bits in args.bits:
             measure_bits(args, spec, bits, Path(folder) / f"{bits}.gguf")
+
+
+def spec_of(name: str) -> ModelSpec:
+    """Return a built-in model, or that of a directory."""
+    return ModelSpec.from_directory(name) if Path(name).is_dir() else ModelSpec.by_name(name)
 
 
 def measure_bits(args: argparse.Namespace, spec: ModelSpec, bits: int, path: Path) -> None:
@@ -341,10 +371,18 @@ def measure_bits(args: argparse.Namespace, spec: ModelSpec, bits: int, path: Pat
         write_gguf(spec, KINDS[bits], args.head, path)
     if args.cpu_activations == "int8":
         round_activations(model.stages[0])
+    other = None
+    if args.beside:
+        other = our_model(spec_of(args.beside), bits, args.dtype, _head_bits(args, bits))
     for batch in args.batch:
         for depth in args.depth:
             programs = _programs(args, model, hf, path if llama else None, (bits, batch, depth))
             case = _case(args, spec, bits, batch, depth)
+            if other is not None and not depth:
+                shape = (batch, args.prompt, args.new)
+                programs[f"{args.beside}, bytes alike"] = functools.partial(
+                    time_alike, other, model, *shape
+                )
             for name in args.kv if depth else ["kv16"]:
                 if depth:
                     behind = (batch, depth, args.new, KVPrecision.parse(name))

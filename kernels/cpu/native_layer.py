@@ -1,11 +1,12 @@
 """A decoder layer of a few rows as one call of our own code (kernels/native/layer.cpp).
 
-    y = x + attention(norm(x)); y += down(silu(gate) up) of norm(y)
+    y = x + mixer(norm(x)); y += down(silu(gate) up) of norm(y)
 
 A user's step is hundreds of small operators; called one by one from Python they take longer than
 their arithmetic. The order and the roundings are those of separate calls: results are the same.
 Attention runs in the call over a pool of 16-bit blocks, and then several layers are one call, too
-(`NativeStack`); else it is the caller's between two halves.
+(`NativeStack`); else it is the caller's between two halves. Recurrent mixers are in the call, too
+(recurrent_step.py). Of a layer whose mixer the library does not compute the half behind it is one.
 
 Legend: M rows of tokens, h hidden, H query heads, G key/value heads, D head_dim, A angles.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.block_attention import BlockRows
+from llmpq.kernels.cpu.recurrent_step import RecurrentStep, SingleRows
 from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 from llmpq.precision import padded_k
@@ -47,28 +49,55 @@ class Matrix:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerForm:
-    """What a layer is made of."""
+    """What a layer is made of; without its attention, the half behind it."""
 
     dtype: torch.dtype
+    mlp_norm: Tensor
+    mlp_eps: float
+    products: tuple[Matrix, Matrix, Matrix]
+    """o, gate and up, down."""
+    biases: tuple[Tensor | None, ...]
+    """Of each product."""
+    before: AttentionForm | RecurrentForm | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MixerInput:
+    """What stands before a mixer: a norm, and the product of what that gives."""
+
+    norm: Tensor
+    norm_eps: float
+    product: Matrix
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecurrentForm:
+    """A recurrent mixer, and what stands before it."""
+
+    into: MixerInput
+    steps: Matrix | None
+    """What makes its steps, where the product does not."""
+    step: RecurrentStep
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionForm:
+    """Attention, and what stands before it: qkv, a gate of what attention gives behind it."""
+
+    into: MixerInput
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
     window: int
-    rotated: bool
-    """Whether heads are rotated to their positions."""
-    attn_norm: Tensor
-    attn_eps: float
-    mlp_norm: Tensor
-    mlp_eps: float
+    turned: int
+    """Channels of a head that are rotated to its position, the first ones."""
+    gated: bool
     head_norms: tuple[Tensor, Tensor] | None
     """Of each query head and each key head."""
     head_eps: float
     slopes_H: Tensor | None
-    products: tuple[Matrix, Matrix, Matrix, Matrix]
-    """qkv, o, gate and up, down."""
-    biases: tuple[Tensor | None, ...]
-    """Of each product."""
 
 
 class _Product(ctypes.Structure):
@@ -84,13 +113,17 @@ class _Product(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("dtype", "hidden", "heads", "groups", "dim", "ffn", "rotated", "window")
+        for name in (
+            *("dtype", "hidden", "heads", "groups", "dim", "ffn", "turned", "window"),
+            "gated",
+        )
     ]
     _fields_ += [
         (name, ctypes.c_size_t) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm", "slopes")
     ]
     _fields_ += [(name, ctypes.c_double) for name in ("attn_eps", "mlp_eps", "head_eps", "scale")]
     _fields_ += [(name, _Product) for name in ("qkv", "o", "gate_up", "down")]
+    _fields_ += [("mixer", ctypes.c_size_t), ("steps", _Product)]
 
 
 class _Rows(ctypes.Structure):
@@ -101,6 +134,7 @@ class _Rows(ctypes.Structure):
     _fields_ += [("angles", ctypes.c_int64)]
     _fields_ += [(name, ctypes.c_size_t) for name in ("k", "v", "places", "tables", "ends")]
     _fields_ += [(name, ctypes.c_int64) for name in ("tokens", "columns")]
+    _fields_ += [(name, ctypes.c_size_t) for name in ("at", "slots", "fresh")]
 
 
 Angles = tuple[Tensor, Tensor]
@@ -118,15 +152,34 @@ class PoolPlace:
 
 
 @dataclass(frozen=True, eq=False)
-class PoolPlaces:
-    """`PoolPlace` of all layers of a stage, which lie in one pool or two."""
+class StatePlace:
+    """The slots of a recurrent layer, and which of them rows of one token have."""
 
-    k_L: ctypes.Array[ctypes.c_size_t]
-    v_L: ctypes.Array[ctypes.c_size_t]
+    rows: SingleRows
+    tail_SKC: Tensor
+    matrix_SHNP: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PoolPlaces:
+    """`PoolPlace` of all layers of a stage that attend, which lie in one pool or two."""
+
+    k_L: Sequence[int]
+    v_L: Sequence[int]
     """Addresses."""
-    pool_L: ctypes.Array[ctypes.c_int64]
+    pool_L: Sequence[int]
     pools: Sequence[tuple[Tensor, BlockRows] | None]
     """Where a pool's tokens go, and which blocks rows read; None of one without layers."""
+
+
+@dataclass(frozen=True, eq=False)
+class StatePlaces:
+    """`StatePlace` of all recurrent layers of a stage."""
+
+    rows: SingleRows
+    tail_L: Sequence[int]
+    matrix_L: Sequence[int]
+    """Addresses."""
 
 
 class NativeLayer:
@@ -136,31 +189,45 @@ class NativeLayer:
         """`most_rows`: of all its products."""
         self.form, self.most_rows = form, most_rows
         self._held: list[Tensor] = []
-        hidden = form.attn_norm.shape[0]
-        q_norm, k_norm = form.head_norms or (None, None)
         given = zip(form.products, form.biases, strict=True)
-        products = [self._product(matrix, bias) for matrix, bias in given]
+        o, gate_up, down = [self._product(matrix, bias) for matrix, bias in given]
         self._layer = _Layer(
-            DTYPE_CODES[form.dtype],
-            hidden,
-            form.heads,
-            form.kv_heads,
-            form.head_dim,
-            products[3].k,
-            form.rotated,
-            form.window,
-            self._address(form.attn_norm),
-            self._address(form.mlp_norm),
-            self._address(q_norm),
-            self._address(k_norm),
-            self._address(None if form.slopes_H is None else form.slopes_H.float()),
-            form.attn_eps,
-            form.mlp_eps,
-            form.head_eps,
-            form.scale,
-            *products,
+            dtype=DTYPE_CODES[form.dtype],
+            hidden=form.mlp_norm.shape[0],
+            ffn=down.k,
+            mlp_norm=self._address(form.mlp_norm),
+            mlp_eps=form.mlp_eps,
+            o=o,
+            gate_up=gate_up,
+            down=down,
         )
+        if isinstance(form.before, AttentionForm):
+            self._add_attention(form.before)
+        elif form.before is not None:
+            self._add_recurrence(form.before)
         self._at = ctypes.addressof(self._layer)
+
+    def _add_input(self, form: MixerInput) -> None:
+        layer = self._layer
+        layer.attn_norm, layer.attn_eps = self._address(form.norm), form.norm_eps
+        layer.qkv = self._product(form.product, form.bias)
+
+    def _add_recurrence(self, form: RecurrentForm) -> None:
+        self._add_input(form.into)
+        self._layer.mixer = form.step.address
+        if form.steps is not None:
+            self._layer.steps = self._product(form.steps, None)
+
+    def _add_attention(self, form: AttentionForm) -> None:
+        self._add_input(form.into)
+        layer = self._layer
+        q_norm, k_norm = form.head_norms or (None, None)
+        layer.heads, layer.groups, layer.dim = form.heads, form.kv_heads, form.head_dim
+        layer.turned, layer.window, layer.scale = form.turned, form.window, form.scale
+        layer.gated = form.gated
+        layer.q_norm, layer.k_norm = self._address(q_norm), self._address(k_norm)
+        layer.head_eps = form.head_eps
+        layer.slopes = self._address(None if form.slopes_H is None else form.slopes_H.float())
 
     def takes(self, x: Tensor) -> bool:
         """Whether these rows [..., h] are few enough, and as they have to be."""
@@ -176,6 +243,24 @@ class NativeLayer:
         rows = self._rows(x, y, angles, place.places_T, place.rows)
         rows.k, rows.v = place.k_NGD.data_ptr(), place.v_NGD.data_ptr()
         call("llmpq_layer", self._at, ctypes.addressof(rows), _BEFORE | _ATTENTION | _BEHIND)
+
+    def recur(self, x: Tensor, y: Tensor, place: StatePlace) -> None:
+        """Write a recurrent layer's output to y (or x); states move on by a token a row."""
+        rows = self._recurrent_rows(x, y, place.rows)
+        rows.k, rows.v = place.tail_SKC.data_ptr(), place.matrix_SHNP.data_ptr()
+        call("llmpq_layer", self._at, ctypes.addressof(rows), _BEFORE | _ATTENTION | _BEHIND)
+
+    def _recurrent_rows(self, x: Tensor, y: Tensor, single: SingleRows) -> _Rows:
+        return _Rows(
+            rows=x.numel() // self._layer.hidden,
+            threads=torch.get_num_threads(),
+            x=x.data_ptr(),
+            y=y.data_ptr(),
+            tokens=single.at_B.shape[0],
+            at=single.at_B.data_ptr(),
+            slots=single.slots_B.data_ptr(),
+            fresh=single.fresh_B.data_ptr(),
+        )
 
     def _rows(
         self, x: Tensor, y: Tensor, angles: Angles | None, places_T: Tensor, rows: BlockRows
@@ -199,10 +284,14 @@ class NativeLayer:
             tables_BM.shape[1],
         )
 
-    def before(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [..., H, D], keys and values [..., G, D] of rows [..., h]."""
-        form = self.form
-        qkv = x.new_empty(*x.shape[:-1], form.heads + 2 * form.kv_heads, form.head_dim)
+    def before(
+        self, x: Tensor, angles: Angles | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries [..., H, D], keys and values [..., G, D] of rows [..., h], and a gate."""
+        form = self.form.before
+        assert isinstance(form, AttentionForm)
+        parts = [form.heads, form.kv_heads, form.kv_heads, form.heads * form.gated]
+        qkv = x.new_empty(*x.shape[:-1], sum(parts), form.head_dim)
         q = x.new_empty(*x.shape[:-1], form.heads, form.head_dim)
         rows = _Rows(
             x.numel() // self._layer.hidden,
@@ -215,8 +304,8 @@ class NativeLayer:
             *_angles(angles),
         )
         call("llmpq_layer", self._at, ctypes.addressof(rows), _BEFORE)
-        k, v = qkv[..., form.heads :, :].split(form.kv_heads, dim=-2)
-        return q, k, v
+        _, k, v, gate = qkv.split(parts, dim=-2)
+        return q, k, v, gate if form.gated else None
 
     def behind(self, attended: Tensor, x: Tensor, y: Tensor) -> None:
         """Write the layer's output to y (or x) from what attention [..., H, D] found."""
@@ -267,26 +356,63 @@ class NativeStack:
         """Whether every layer does."""
         return all(layer.takes(x) for layer in self.layers)
 
-    def whole(self, x: Tensor, y: Tensor, angles: Angles | None, places: PoolPlaces) -> None:
-        """Write the last layer's output to y; keys go to the pools."""
+    def whole(
+        self,
+        x: Tensor,
+        y: Tensor,
+        angles: Angles | None,
+        pools: PoolPlaces | None,
+        states: StatePlaces | None,
+    ) -> None:
+        """Write the last layer's output to y; keys go to the pools, states move on."""
         first = self.layers[0]
-        rows = (_Rows * len(places.pools))(
-            *(
-                _Rows() if pool is None else first._rows(x, y, angles, *pool)
-                for pool in places.pools
-            )
+        rows = (
+            []
+            if pools is None
+            else [_Rows() if p is None else first._rows(x, y, angles, *p) for p in pools.pools]
         )
-        arrays = (self._at, rows, places.pool_L, places.k_L, places.v_L)
-        call("llmpq_layers", *(ctypes.addressof(array) for array in arrays), len(self.layers))
+        number, k_L, v_L = [], [], []
+        attending, recurrent = 0, 0
+        for layer in self.layers:
+            if states is not None and isinstance(layer.form.before, RecurrentForm):
+                number.append(len(rows))
+                k_L.append(states.tail_L[recurrent])
+                v_L.append(states.matrix_L[recurrent])
+                recurrent += 1
+            elif pools is not None:
+                number.append(pools.pool_L[attending])
+                k_L.append(pools.k_L[attending])
+                v_L.append(pools.v_L[attending])
+                attending += 1
+        if states is not None:
+            rows.append(first._recurrent_rows(x, y, states.rows))
+        count = len(self.layers)
+        arrays = (
+            self._at,
+            (_Rows * len(rows))(*rows),
+            (ctypes.c_int64 * count)(*number),
+            (ctypes.c_size_t * count)(*k_L),
+            (ctypes.c_size_t * count)(*v_L),
+        )
+        call("llmpq_layers", *(ctypes.addressof(array) for array in arrays), count)
 
 
 def native_layer(form: LayerForm) -> NativeLayer | None:
     """Return a layer in the library's form; None where there is none, or a part is not for it."""
-    norms: Sequence[Tensor] = (form.attn_norm, form.mlp_norm, *(form.head_norms or ()))
+    before = form.before
+    norms, products = [form.mlp_norm], list(form.products)
+    if before is not None:
+        norms.append(before.into.norm)
+        products.append(before.into.product)
+    if isinstance(before, AttentionForm):
+        norms += before.head_norms or ()
+    elif before is not None and before.steps is not None:
+        products.append(before.steps)
     alike = all(norm.dtype == form.dtype and norm.device.type == "cpu" for norm in norms)
-    if form.dtype not in DTYPE_CODES or not alike or form.head_dim % 2 or library() is None:
+    odd = isinstance(before, AttentionForm) and before.head_dim % 2
+    if form.dtype not in DTYPE_CODES or not alike or odd or library() is None:
         return None
-    most_rows = min(matrix.most_rows for matrix in form.products)
+    most_rows = min(matrix.most_rows for matrix in products)
     return NativeLayer(form, most_rows) if most_rows else None
 
 

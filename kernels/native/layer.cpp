@@ -2,6 +2,7 @@
 // the library's own functions, in the order and with the roundings of separate calls; compiled as products.cpp is.
 #include <omp.h>
 
+#include "recurrent.h"
 #include "row_wise.h"
 #include "threads.h"
 
@@ -26,11 +27,15 @@ struct Product {
   int64_t N, K, k_groups, groups, panels, scale_dtype, x_bits;
 };
 struct Layer {
-  int64_t dtype, hidden, heads, groups, dim, ffn, rotated, window;
+  int64_t dtype, hidden, heads, groups, dim, ffn, turned, window;  // turned: channels of a head that are rotated
+  int64_t gated;  // qkv ends with a gate of what attention gives
   const void *attn_norm, *mlp_norm, *q_norm, *k_norm;  // the latter two may be null
   const float* slopes;
   double attn_eps, mlp_eps, head_eps, scale;
-  Product qkv, o, gate_up, down;
+  Product qkv, o, gate_up, down;  // qkv: of a recurrent mixer what it reads
+  const Mixer* mixer;             // null: attention
+  Product steps;                  // of the mixer; of no rows where qkv has them
+  int64_t wide() const { return (gated ? 2 : 1) * heads + 2 * groups; }  // heads that qkv makes
 };
 struct Rows {
   int64_t M, threads;
@@ -41,6 +46,7 @@ struct Rows {
   void *k, *v;                   // a pool [places, groups, dim] each
   const int64_t *places, *tables, *ends;
   int64_t B, columns;            // rows that have a token each, the others are padding
+  const int64_t *at, *slots, *fresh;  // of a recurrent mixer, whose k and v are tails and matrices
 };
 enum Part : int64_t { BEFORE = 1, ATTENTION = 2, BEHIND = 4 };
 
@@ -69,20 +75,36 @@ static void multiply(const Product& p, const void* x, void* y, const Layer& laye
 // Queries and keys normed and rotated: queries to a place of their own, keys where they are.
 template <int DTYPE>
 static void place_heads(const Layer& l, const Rows& r) {
-  const int64_t all = l.heads + 2 * l.groups, pitch = all * l.dim, half = l.dim / 2, size = size_of(DTYPE);
+  const int64_t all = l.wide(), pitch = all * l.dim, half = l.turned / 2, size = size_of(DTYPE);
 #pragma omp parallel for schedule(static) num_threads(threads_for(r.M * pitch, r.threads))
   for (int64_t m = 0; m < r.M; ++m) {
     if (l.q_norm)
       for (int64_t i = 0; i < l.heads + l.groups; ++i)
         norm_row<DTYPE>(r.qkv, i < l.heads ? l.q_norm : l.k_norm, r.qkv, m * all + i, l.dim, (float)l.head_eps);
     const int64_t from = m * pitch, key = from + l.heads * l.dim, to = m * l.heads * l.dim, at = m % r.angles * half;
-    if (!l.rotated) {
+    if (l.turned < l.dim)
       std::memcpy((uint8_t*)r.q + to * size, (const uint8_t*)r.qkv + from * size, l.heads * l.dim * size);
-      continue;
+    if (l.turned == l.dim) {
+      turn_token<DTYPE>(r.qkv, r.cosine, r.sine, r.q, from, to, at, l.heads, half);
+      turn_token<DTYPE>(r.qkv, r.cosine, r.sine, r.qkv, key, key, at, l.groups, half);
+    } else if (l.turned) {
+      for (int64_t i = 0; i < l.heads * l.dim; i += l.dim)
+        turn_token<DTYPE>(r.qkv, r.cosine, r.sine, r.q, from + i, to + i, at, 1, half);
+      for (int64_t i = 0; i < l.groups * l.dim; i += l.dim)
+        turn_token<DTYPE>(r.qkv, r.cosine, r.sine, r.qkv, key + i, key + i, at, 1, half);
     }
-    turn_token<DTYPE>(r.qkv, r.cosine, r.sine, r.q, from, to, at, l.heads, half);
-    turn_token<DTYPE>(r.qkv, r.cosine, r.sine, r.qkv, key, key, at, l.groups, half);
   }
+}
+
+// What attention gave times the sigmoid of its gate, rounded as two steps.
+template <int DTYPE>
+static void gate_heads(const Layer& l, const Rows& r) {
+  const int64_t n = l.heads * l.dim, pitch = l.wide() * l.dim, gate = (l.heads + 2 * l.groups) * l.dim;
+  for (int64_t b = 0; b < r.B; ++b)
+    for (int64_t i = 0; i < n; ++i) {
+      const float share = rounded(1 / (1 + std::exp(-float_of(r.qkv, b * pitch + gate + i, DTYPE))), DTYPE);
+      put(r.attended, b * n + i, DTYPE, float_of(r.attended, b * n + i, DTYPE) * share);
+    }
 }
 
 // y = a + b, rounded once; y may be either.
@@ -103,7 +125,7 @@ static void before_attention(const Layer& l, const Rows& r) {
 }
 
 static void attend_in_pool(const Layer& l, const Rows& r) {
-  const int64_t bytes = l.groups * l.dim * size_of(l.dtype), all = bytes / l.groups * (l.heads + 2 * l.groups);
+  const int64_t bytes = l.groups * l.dim * size_of(l.dtype), all = bytes / l.groups * l.wide();
   const uint8_t* keys = (const uint8_t*)r.qkv + bytes / l.groups * l.heads;
   for (int64_t b = 0; b < r.B; ++b) {
     std::memcpy((uint8_t*)r.k + r.places[b] * bytes, keys + b * all, bytes);
@@ -113,7 +135,27 @@ static void attend_in_pool(const Layer& l, const Rows& r) {
   const int64_t row = l.heads * l.dim * size_of(l.dtype);
   llmpq_attend_blocks(r.q, r.k, r.v, r.attended, r.tables, r.ends, &scale, l.slopes, r.B, l.heads, l.groups, l.dim,
                       r.columns, l.window, l.dtype, r.threads);
+  if (l.gated) (l.dtype == FLOAT32 ? gate_heads<FLOAT32> : l.dtype == BFLOAT16 ? gate_heads<BFLOAT16> : gate_heads<FLOAT16>)(l, r);
   std::memset((uint8_t*)r.attended + r.B * row, 0, (r.M - r.B) * row);
+}
+
+// A recurrent mixer up to the matrix behind it: what that is multiplied with, in `attended`.
+static void mix(const Layer& l, Rows& r) {
+  const Mixer& m = *l.mixer;
+  const int64_t inner = l.o.K, size = size_of(l.dtype), into = lines(r.M * l.qkv.N * size), steps = lines(r.M * l.steps.N * size);
+  uint8_t* made = room_for(ATTENTION).of(into + steps + lines(r.M * l.hidden * size) + r.M * inner * size);
+  uint8_t *more = made + into, *normed = more + steps;
+  r.attended = normed + lines(r.M * l.hidden * size);
+  const float eps = (float)l.attn_eps;
+  llmpq_norm(r.x, l.attn_norm, normed, &eps, r.M, l.hidden, l.dtype, r.threads);
+  multiply(l.qkv, normed, made, l, r);
+  if (l.steps.N) multiply(l.steps, normed, more, l, r);
+  auto part = [&](int64_t channels) { return made + channels * size; };
+  Tokens t{r.B, r.threads, r.at, r.slots, r.fresh, made, part(m.channels), made, l.qkv.N, l.qkv.N, l.qkv.N, r.k, (float*)r.v, r.attended};
+  if (m.kind == MAMBA2) t.gate = made, t.x = part(inner), t.steps = part(inner + m.channels);
+  if (l.steps.N) t.steps = more, t.steps_pitch = l.steps.N;
+  if (r.B < r.M) std::memset(r.attended, 0, r.M * inner * size);
+  llmpq_recurrent(&m, &t);
 }
 
 static void behind_attention(const Layer& l, const Rows& r) {
@@ -133,9 +175,14 @@ static void behind_attention(const Layer& l, const Rows& r) {
 // The parts of a layer that are asked for, on the rows of one step.
 extern "C" void llmpq_layer(const Layer* layer, const Rows* rows, int64_t parts) {
   Rows r = *rows;
+  if (layer->mixer && (parts & BEFORE)) {
+    mix(*layer, r);
+    behind_attention(*layer, r);
+    return;
+  }
   if (!r.qkv) {
     const int64_t heads = lines(r.M * layer->heads * layer->dim * size_of(layer->dtype));
-    uint8_t* held = room_for(ATTENTION).of(2 * heads + r.M * (layer->heads + 2 * layer->groups) * layer->dim * size_of(layer->dtype));
+    uint8_t* held = room_for(ATTENTION).of(2 * heads + r.M * layer->wide() * layer->dim * size_of(layer->dtype));
     r.q = held, r.attended = held + heads, r.qkv = held + 2 * heads;
   }
   if (parts & BEFORE) before_attention(*layer, r);

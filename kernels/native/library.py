@@ -37,6 +37,7 @@ _SOURCES = (
     "products.cpp",
     "attention.cpp",
     "layer.cpp",
+    "recurrent.cpp",
     "fp8.cpp",
     "codebook.cpp",
 )

@@ -14,10 +14,8 @@ G key/value heads, R = H / G, D head_dim.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -205,13 +203,12 @@ class CpuPagedKV(PagedKV):
         return PoolPlaces(k_L, v_L, pool_L, taken)
 
     @cached_property
-    def _addresses(self) -> tuple[Any, Any, Any, set[int]]:
+    def _addresses(self) -> tuple[list[int], list[int], list[int], set[int]]:
         """Where each layer's keys and values lie, in which of the two pools, and which are used."""
-        array = ctypes.c_size_t * len(self._layers)
-        k_L = array(*(pool.k[place].data_ptr() for pool, place in self._layers))
-        v_L = array(*(pool.v[place].data_ptr() for pool, place in self._layers))
+        k_L = [pool.k[place].data_ptr() for pool, place in self._layers]
+        v_L = [pool.v[place].data_ptr() for pool, place in self._layers]
         numbers = [int(pool is self._windowed) for pool, _ in self._layers]
-        return k_L, v_L, (ctypes.c_int64 * len(numbers))(*numbers), set(numbers)
+        return k_L, v_L, numbers, set(numbers)
 
     @staticmethod
     def _places_and_rows(pool: BlockStorage, step: RaggedStep) -> tuple[Tensor, BlockRows]:

@@ -19,12 +19,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from llmpq.families.common.spec_values import Recurrent
+from llmpq.kernels.cpu.recurrent_step import SingleRows
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.request import PagedRow
@@ -74,6 +76,16 @@ class StateRuns:
     """Slots and places of the noted tokens."""
     notes: tuple[tuple[int, int, int, int], ...] = ()
     """(slot, place, first token of the step, count) of tokens to be noted."""
+
+    @cached_property
+    def single(self) -> SingleRows | None:
+        """Rows of one token each by which their states move on; None of any other step."""
+        if self.order is not None or self.notes:
+            return None
+        if not all(run.count == run.settled == 1 for run in self.runs):
+            return None
+        found = [(run.first, run.slot, int(run.fresh)) for run in self.runs]
+        return SingleRows(*torch.tensor(found, dtype=torch.int64).view(-1, 3).t().contiguous())
 
     def with_noted(self, inputs_TE: Tensor, state: LayerState) -> Tensor:
         """Return a layer's inputs of noted and new tokens, and note what may be taken back."""
@@ -244,6 +256,12 @@ class RecurrentStates:
     def nbytes(self) -> int:
         """Bytes held; equal to what `llmpq.sizes.state_size` predicts."""
         return self._tails.nbytes + self._matrices.nbytes
+
+    @cached_property
+    def addresses(self) -> tuple[list[int], list[int]]:
+        """Where the tails and the matrices of every layer lie."""
+        tails, matrices = ([layer.data_ptr() for layer in x] for x in (self._tails, self._matrices))
+        return tails, matrices
 
     def layer(self, place: int) -> LayerState:
         """Return the slots of a recurrent layer."""

@@ -113,6 +113,10 @@ class Attention(nn.Module):
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
         """Return o(attention(q, k, v)) [B, Q, h] of cache layer `layer`."""
+        return self.o(self.read(x_BQh, layer, step, kv))
+
+    def read(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
+        """Return attention(q, k, v) [B, Q, H D], which the output matrix is multiplied with."""
         batch, q_len, _ = x_BQh.shape
         qkv, gate = self.qkv(x_BQh).view(batch, q_len, -1, self.head_dim), None
         if self.gated:
@@ -127,7 +131,7 @@ class Attention(nn.Module):
         del q, k, v
         if gate is not None:
             out_BQHD = out_BQHD * gate.sigmoid()
-        return self.o(out_BQHD.reshape(batch, q_len, self.heads * self.head_dim))
+        return out_BQHD.reshape(batch, q_len, self.heads * self.head_dim)
 
     def _made(self, qkv_BQND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """Return normalised q, k and v with positions; k and v may be another layer's."""

@@ -12,7 +12,8 @@
     short conv   b, c, x = W x; out = O (c * conv(b * x))
 
 The arithmetic of the state is in recurrence.py. Rows of one token go together, every other row by
-itself; products see all tokens of a step.
+itself; products see all tokens of a step. A step of one token a row on a CPU is one call of our own
+code (kernels/cpu/recurrent_step.py).
 
 Legend: B rows, Q new tokens, T tokens of a step, h hidden, C channels, H heads, N key_dim,
 P value_dim.
@@ -28,8 +29,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llmpq.families.common.spec_values import Recurrent
+from llmpq.kernels.cpu.recurrent_step import (
+    MixerForm,
+    RecurrentStep,
+    SingleRows,
+    recurrent_step,
+)
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.cache.recurrent_states import LayerState, RecurrentStates, StateRun
+from llmpq.runtime.cache.recurrent_states import LayerState, RecurrentStates, StateRun, StateRuns
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrence import (
@@ -83,13 +90,24 @@ class RecurrentMixer(nn.Module):
         self.mixer_norm = norm
         self.place = 0
         """Its number among the recurrent layers of its stage."""
+        self._steps: dict[torch.dtype, RecurrentStep | None] = {}
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
         """Return [B, Q, h]; each row's state moves on by its tokens, but for drafts."""
-        spans = step.once("spans", lambda: spans_of(step))
-        states = kv.states or self._fresh(spans, x_BQh)
+        mixed: Tensor = self.mixer_out(self.read(x_BQh, layer, step, kv))
+        mixed = mixed if self.form.out_factor == 1.0 else mixed * self.form.out_factor
+        return mixed.view(x_BQh.shape)
+
+    def read(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
+        """Return what the matrix behind is multiplied with, [T, H P] or [T, C]."""
+        states = kv.states or self._fresh(spans_in(step), x_BQh)
         x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
-        runs = step.once("state runs", lambda: states.begin(spans, width=len(x_Th)))
+        runs = runs_in(step, states, len(x_Th))
+        into, state = self.mixer_in(x_Th), states.layer(self.place)
+        if x_Th.device.type == "cpu" and runs.single is not None:
+            native = self.native_step(x_Th.dtype)
+            if native is not None:
+                return self._step(native, x_Th, into, runs.single, state)
         split, read, finish = {
             "gated_delta": (self._split_delta, self._read_delta, self._finish_delta),
             "kda": (self._split_delta, self._read_delta, self._finish_delta),
@@ -97,13 +115,66 @@ class RecurrentMixer(nn.Module):
             "mamba2": (self._split_mamba2, self._read_mamba2, self._finish_groups),
             "short_conv": (self._split_conv, self._read_conv, self._finish_conv),
         }[self.form.kind]
-        inputs_TE, gate_TC = split(x_Th, self.mixer_in(x_Th))
-        state = states.layer(self.place)
+        inputs_TE, gate_TC = split(x_Th, into)
         read_out = read(runs.with_noted(inputs_TE, state), runs.runs, state)
-        out_TC = finish(runs.of_own(read_out), gate_TC).to(x_Th.dtype)
-        mixed: Tensor = self.mixer_out(out_TC)
-        mixed = mixed if self.form.out_factor == 1.0 else mixed * self.form.out_factor
-        return mixed.view(x_BQh.shape)
+        return finish(runs.of_own(read_out), gate_TC).to(x_Th.dtype)
+
+    def native_step(self, dtype: torch.dtype) -> RecurrentStep | None:
+        """Return it as our own code takes it for rows of one token; None where that cannot."""
+        if dtype not in self._steps:
+            self._steps[dtype] = self._make_native(dtype)
+        return self._steps[dtype]
+
+    def _make_native(self, dtype: torch.dtype) -> RecurrentStep | None:
+        form, norm = self.form, self.mixer_norm
+        if norm is not None and (norm.centred or norm.weight.ndim > 1):
+            return None
+        decay_H = self.fixed_decay_H if form.kind == "lightning" else self.decay_H
+        return recurrent_step(
+            MixerForm(
+                kind=form.kind,
+                dtype=dtype,
+                heads=form.heads,
+                key_heads=form.key_heads or form.heads,
+                key_dim=form.key_dim,
+                value_dim=form.value_dim,
+                channels=form.channels,
+                taps=form.taps,
+                gate=form.gate,
+                norm_groups=form.norm_groups,
+                norm_first=form.norm_first,
+                beta_factor=form.beta_factor,
+                conv_weight_C1K=self.conv_weight_C1K,
+                conv_bias_C=self.conv_bias_C,
+                decay_H=decay_H,
+                step_bias_H=self.step_bias_H,
+                skip_H=self.skip_H,
+                norm_weight=None if norm is None else norm.weight,
+                norm_eps=0.0 if norm is None else norm.eps,
+            )
+        )
+
+    def _step(
+        self,
+        native: RecurrentStep,
+        x_Th: Tensor,
+        into: Tensor,
+        rows: SingleRows,
+        state: LayerState,
+    ) -> Tensor:
+        """Return what `read` does of rows of one token each."""
+        form = self.form
+        if form.kind == "short_conv":
+            mixed, gate, steps = into, into[:, form.channels :], into
+        elif form.kind == "mamba2":
+            mixed, gate = self._split_mamba2(x_Th, into)
+            steps = mixed[:, form.channels :]
+        elif form.kind == "lightning":
+            mixed, gate = self._split_gate(x_Th, into)
+            steps = mixed
+        else:
+            mixed, (gate, steps) = into, self.gate_and_steps(x_Th, into)
+        return native(mixed, gate, steps, rows, state.tail_SKC, state.matrix_SHNP)
 
     def _fresh(self, spans: Sequence[Span], x: Tensor) -> RecurrentStates:
         """Return slots for a step whose rows all begin at position 0 and are not gone on from."""
@@ -313,6 +384,16 @@ def in_factors(form: Recurrent, like: Tensor) -> Tensor:
     widths = (form.inner, form.inner, keys, keys, form.heads)
     pieces = [like.new_full((w,), f) for w, f in zip(widths, form.in_factors, strict=True)]
     return torch.cat(pieces)
+
+
+def spans_in(step: Step) -> tuple[Span, ...]:
+    """Return the rows of a step, found once."""
+    return step.once("spans", lambda: spans_of(step))
+
+
+def runs_in(step: Step, states: RecurrentStates, width: int) -> StateRuns:
+    """Return how the rows of a step of `width` tokens move their states on, in all layers."""
+    return step.once("state runs", lambda: states.begin(spans_in(step), width=width))
 
 
 def spans_of(step: Step) -> tuple[Span, ...]:

@@ -7,6 +7,7 @@ from llmpq.kernels.native import library
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.cpu import NativeLayers
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
+from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.models.layers import PlainLayers
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.request import PagedRow
@@ -29,7 +30,7 @@ class Counted(NativeLayers):
 
     def __init__(self, stacks=True):
         super().__init__()
-        self.whole = self.halves = self.stacked = 0
+        self.whole = self.recurrent = self.halves = self.stacked = 0
         self.stacks = stacks
 
     def all_layers(self, layers, x, step, kv):
@@ -40,17 +41,22 @@ class Counted(NativeLayers):
     def _native(self, layer):
         native = super()._native(layer)
         if native is not None:
-            whole, before = native.whole, native.before
+            whole, recur, before = native.whole, native.recur, native.before
 
             def count_whole(*given):
                 self.whole += 1
                 whole(*given)
 
+            def count_recurrent(*given):
+                self.recurrent += 1
+                recur(*given)
+
             def count_before(*given):
                 self.halves += 1
                 return before(*given)
 
-            native.whole, native.before = count_whole, count_before
+            native.whole, native.recur = count_whole, count_recurrent
+            native.before = count_before
             self._known.pop(layer)
         return native
 
@@ -77,7 +83,17 @@ def pool_steps(pipeline, stage, kv, rows):
     """Return the logits of three steps of one token a row behind prompts of 3, 4, ... tokens."""
     spec = pipeline.spec
     size = PoolSize(num_blocks=rows, slots=rows, max_len=100, prefix_cache=False)
-    pool = make_paged_kv(spec, kv, size, layers=range(spec.num_layers), dtype=pipeline.dtype)
+    attending = [layer for layer in range(spec.num_layers) if spec.has_kv(layer)]
+    pool = make_paged_kv(spec, kv, size, layers=attending, dtype=pipeline.dtype)
+    pool = with_states(
+        pool,
+        spec,
+        num_layers=spec.num_layers,
+        slots=rows,
+        snapshots=0,
+        dtype=pipeline.dtype,
+        device="cpu",
+    )
     given = 1 if kv is KVPrecision.KV16 else packed_blocks(size.max_len)
     pool.take_rows(
         [PagedRow(slot=row, new_blocks=(row,) * min(1, given)) for row in range(rows)], [0] * rows
@@ -126,6 +142,28 @@ def test_one_call_gives_what_the_parts_give(level, tiny_models, kind, bits, dtyp
     num = pipeline.spec.num_layers
     assert counted.stacked == 3 * num and counted.whole == 0 and counted.halves >= 3 * num
     assert alone.whole == 3 * num and alone.stacked == 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("bits, dtype", [("4", torch.bfloat16), ("16", torch.float32)])
+@pytest.mark.parametrize("kind", ["qwen3_5", "lfm2", "bamba", "olmo_hybrid"])
+def test_recurrent_layers_are_in_the_one_call(level, models, kind, bits, dtype):
+    """Gated attention of partly rotated heads (Qwen3.5), delta rules, Mamba-2, convolutions."""
+    pipeline, stage = model_of(models.directory(kind), bits, dtype)
+    set_runner(stage, PlainLayers())
+    wanted = pool_steps(pipeline, stage, KVPrecision.KV16, 3)
+    counted, alone = Counted(), Counted(stacks=False)
+    near = 2e-2 if dtype is torch.bfloat16 else 1e-4
+    for runner in (counted, alone):
+        set_runner(stage, runner)
+        found = pool_steps(pipeline, stage, KVPrecision.KV16, 3)
+        torch.testing.assert_close(found, wanted, rtol=near, atol=near)
+    half = pipeline.spec.num_layers // 2
+    if kind == "olmo_hybrid":  # norms behind its attention: layers run one by one
+        assert counted.stacked == 0 and counted.recurrent == 3 * half
+    else:
+        assert counted.stacked == 6 * half and counted.whole == counted.recurrent == 0
+        assert alone.whole == alone.recurrent == 3 * half and alone.stacked == 0
 
 
 @torch.inference_mode()
