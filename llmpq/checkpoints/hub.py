@@ -150,7 +150,7 @@ def _unreachable(hub: Any, repo: str, file: str | None, revision: str | None) ->
         else f"{hub.constants.ENDPOINT} cannot be reached"
     )
     return (
-        f"no such model directory: {what}; it is not in Hugging Face's cache "
+        f"no such model directory: {what}; it is not, or not whole, in Hugging Face's cache "
         f"({hub.constants.HF_HUB_CACHE}), and {why}: with a network, type: {command}"
     )
 
@@ -164,7 +164,9 @@ def _require_files(
     try:
         names = hub.list_repo_files(repo, revision=revision)
     except Exception:  # offline, or the cache alone has it
-        raise ValueError(_unreachable(hub, repo, None, revision)) from None
+        names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.gguf"))]
+        if not names:
+            raise ValueError(_unreachable(hub, repo, None, revision)) from None
     files = [name for name in names if name.endswith(".gguf")]
     if files:
         shown = ", ".join(files[:6]) + (", ..." if len(files) > 6 else "")

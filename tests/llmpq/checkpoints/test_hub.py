@@ -130,6 +130,8 @@ def test_models_come_from_the_hub_and_then_from_its_cache(hub):
     assert got(offline, ("me/demo", False, None), ("me/demo-GGUF/demo-Q8_0.gguf", False, None)) == [
         whole, gguf,
     ]  # fmt: skip
+    ((kind, text),) = got(offline, ("me/demo-GGUF", False, None))
+    assert kind == "ValueError" and "name one, as in me/demo-GGUF/demo-Q8_0.gguf" in text
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ PAPER = ROOT / "clusters" / "paper"
 JOB = ["--global_bz", "8", "--s", "512", "--n", "100"]
 SMALL = ["--device-names", "T4", "V100", "--device-numbers", "1", "1", "--model", "opt-13b", *JOB]
 NOT_CACHED = (
-    f"it is not in Hugging Face's cache ({HF_HUB_CACHE}), and HF_HUB_OFFLINE is set: with a "
-    "network, type: "
+    f"it is not, or not whole, in Hugging Face's cache ({HF_HUB_CACHE}), and HF_HUB_OFFLINE is "
+    "set: with a network, type: "
 )
 TABLE = {
     "T4": device_spec.device_specs()["T4"].model_copy(update={"aliases": ("Tesla_T4",)}),
