@@ -334,7 +334,7 @@ def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         else:
             texts.append(_text([block]))
-    if texts or calls:
+    if texts or calls or message.role == "assistant":  # A turn cut while it thought, or before.
         own: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
         if any(thoughts):
             own["reasoning_content"] = "".join(thoughts)

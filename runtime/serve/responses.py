@@ -429,8 +429,15 @@ def messages_of(items: Sequence[Mapping[str, Any]], store: ResponseStore) -> lis
             )
         if thought and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = thought
+        elif thought and messages[-1]["role"] != "tool":
+            messages.insert(-1, _cut_turn(thought))
         thought = ""
-    return messages
+    return [*messages, _cut_turn(thought)] if thought else messages
+
+
+def _cut_turn(thought: str) -> Data:
+    """Return the turn of an answer that was cut while it thought."""
+    return {"role": "assistant", "content": "", "reasoning_content": thought}
 
 
 def _with_ids(items: Sequence[Mapping[str, Any]]) -> list[Data]:

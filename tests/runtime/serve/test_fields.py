@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 
 from llmpq.runtime.guides import GrammarCompiler
+from llmpq.runtime.serve.messages import MessagesBody
 
 pytestmark = pytest.mark.cpu
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -431,6 +432,13 @@ def test_thoughts_may_be_switched_on_and_off(server):
         {"role": "user", "content": "b"},
     ]
     assert post(server, MESSAGES, asked(MESSAGES, messages=talk))[0] == 200
+    # A turn that was cut while it thought stays a turn: templates want roles to alternate.
+    for cut in (blocks[:1], blocks[:2], []):
+        talk[1]["content"] = cut
+        chat = MessagesBody.model_validate(asked(MESSAGES, messages=talk)).as_chat()
+        thoughts = [message.reasoning_content for message in chat.messages]
+        assert [message.role for message in chat.messages] == ["user", "assistant", "user"]
+        assert thoughts == [None, "hm" if cut else None, None]
     server_tool = {"type": "web_search_20250305", "name": "web_search"}
     assert post(server, MESSAGES, asked(MESSAGES, tools=[server_tool]))[0] == 400
 

@@ -7,6 +7,9 @@ from functools import partial
 
 import pytest
 
+from llmpq.runtime.serve.response_store import ResponseStore
+from llmpq.runtime.serve.responses import messages_of
+
 pytestmark = pytest.mark.cpu
 CALL = '<tool_call>{"name": "clock", "arguments": {"zone": "UTC"}}</tool_call>'
 CLOCK = {
@@ -141,6 +144,17 @@ def test_results_of_tools_are_read_as_a_chat_reads_them(server, client):
     )
     assert whole.output_text == "noon"
     assert whole.usage.input_tokens == same.usage.prompt_tokens
+
+
+def test_an_answer_that_was_cut_while_it_thought_stays_a_turn():
+    user = {"role": "user", "content": "a"}
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    turn = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    assert messages_of([user, thought, user], ResponseStore(1)) == [user, turn, user]
+    assert messages_of([user, thought], ResponseStore(1)) == [user, turn]
+    said = {"role": "assistant", "content": "b"}
+    both = {**said, "reasoning_content": "hm"}
+    assert messages_of([user, thought, said, user], ResponseStore(1)) == [user, both, user]
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", '"zone"'])
