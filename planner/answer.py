@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
-from llmpq.plan import Plan, Prefer, SolverReport
+from llmpq.plan import Plan, Predicted, Prefer, SolverReport
 from llmpq.planner import limits
 from llmpq.planner.evaluate.objective import job_time, value
-from llmpq.planner.front.preference import WEIGHTS
+from llmpq.planner.front.preference import TOLERANCE, WEIGHTS
 from llmpq.planner.problem.make_problem import parse_kv, stated_theta
 from llmpq.planner.problem.outcome import OPTIMAL_GAP, Outcome
 from llmpq.planner.problem.problem import Problem
@@ -84,6 +85,8 @@ class TopologyAnswer:
     found: FoundTopology
     known: KnownPipeline
     """The one pipeline, as topologies are valued."""
+    theta: float
+    """At which they are: what a unit of omega is worth, in seconds."""
     pipeline: Answer
     """The best plan of one engine whose stages have a device each."""
 
@@ -110,12 +113,100 @@ def answer_topology(
 ) -> TopologyAnswer:
     """Return the best topology of a job whose best pipeline is known.
 
-    All are compared at what quality is worth to that pipeline: its theta, the preference's price at
-    its time, or the budget, which every engine keeps.
+    All are compared by what the options state: a theta, the budget, which every engine keeps, or
+    the preference's score. After a preference topologies are searched at the theta of the
+    pipeline's time, and, as the score of plans far from it may be lower than their value there
+    says, at those of chords of the score's curve: of one precision for all layers, which is quickly
+    searched, and, where time is left, of all.
+    """
+    start_s = time.perf_counter()
+    found = _topology_at(_theta_of(problem, best, options), problem, best, options, path, exactly)
+    if options.prefer is None or (found.topology is None and exactly not in (None, 1)):
+        return found
+    start, least = found, _score_of(found, options)
+    searches = _chords(problem, best, options, least)
+    for theta, everywhere in searches:
+        if everywhere is None and time.perf_counter() - start_s > options.time_limit_s / 2:
+            break
+        share = 1 / 2 if everywhere is None else 1 / (len(searches) - 1)
+        own = replace(options, time_limit_s=options.time_limit_s * share)
+        # Of all precisions: a least value is concave in theta.
+        bound = start.found.bound * min(1.0, theta / start.theta)
+        only = None if everywhere is None else (everywhere, bound)
+        other = _topology_at(theta, problem, best, own, path, exactly, everywhere=only)
+        if other.topology is not None and _score_of(other, options) < least:
+            found, least = other, _score_of(other, options)
+    return found
+
+
+MOST_EVERYWHERE = 2
+"""Precisions for all layers with which topologies are looked for after a preference; they divide
+the time."""
+
+
+def _score_of(found: TopologyAnswer, options: SolveOptions) -> float:
+    """Return the score of a topology, or of the pipeline where it is not bettered."""
+    if found.topology is None:
+        return score(found.pipeline, found.pipeline.plan.predicted, options)
+    return math.log(found.found.gain) + score(found.pipeline, found.topology.predicted, options)
+
+
+def _only(problem: Problem, b: int) -> Problem:
+    """Return the job with one precision for all layers."""
+    return problem.with_changes(choices=(problem.choices[b],))
+
+
+def _chords(
+    problem: Problem, best: Answer, options: SolveOptions, least: float
+) -> list[tuple[float, int | None]]:
+    """Return thetas at which to search topologies of a score below `least`, beside the pipeline's.
+
+    Each is that of a chord of the score's curve, from the pipeline's loss to another: plans between
+    whose score is lower have a lower value at it. The first are to the losses of one precision for
+    all layers, the last is to the loss above which none is quick enough, of all precisions.
+    """
+    from llmpq.planner.solving.engine_floors import EngineFloors
+
+    assert options.prefer is not None and best.plan.predicted is not None
+    price, own_omega = _price_of(problem, options.prefer), best.plan.predicted.sum_omega
+    time_s = job_time(best.problem, best.outcome.assignment).total_s
+    floors, omegas = dict[int, float](), problem.omega.sum(axis=0)
+    for b in range(len(problem.choices)):
+        own = _only(problem.with_changes(theta=0.0), b)
+        if problem.open[:, b].all() and variants_with_room(own, options):
+            floors[b] = EngineFloors(own, (), options.kvs, None).of_all()
+
+    def theta(more: float) -> float:
+        return time_s * -math.expm1(-price * more) / more
+
+    far = [b for b in floors if abs(price * (omegas[b] - own_omega)) > TOLERANCE]
+    if not far or time_s <= min(floors.values()):
+        return []
+    scores = {b: math.log(floors[b]) + price * float(omegas[b]) for b in far}
+    chosen = sorted((b for b in far if scores[b] < least), key=lambda b: scores[b])
+    most = math.log(time_s / min(floors.values())) / price
+    return [
+        *((theta(float(omegas[b]) - own_omega), b) for b in chosen[:MOST_EVERYWHERE]),
+        (theta(most), None),
+    ]
+
+
+def _topology_at(
+    theta: float,
+    problem: Problem,
+    best: Answer,
+    options: SolveOptions,
+    path: str | None,
+    exactly: int | None,
+    *,
+    everywhere: tuple[int, float] | None = None,
+) -> TopologyAnswer:
+    """Return the topology of the least time + theta omega.
+
+    `everywhere`: of one precision for all layers, and the bound that is known of all precisions.
     """
     from llmpq.planner.solving.topology_search import KnownPipeline
 
-    theta = _theta_of(problem, best, options)
     priced = problem.with_changes(theta=theta)
     own = best.problem.with_changes(theta=theta)
     bound, at = best.outcome.bound, best.problem.theta
@@ -124,7 +215,12 @@ def answer_topology(
         # A least value is concave in theta, and not below zero at none.
         bound=max(0.0, bound or 0.0) * (1.0 if theta >= at else theta / at),
     )
-    found = topology_in_child(priced, options, known, exactly=exactly)
+    if everywhere is None:
+        found = topology_in_child(priced, options, known, exactly=exactly)
+    else:
+        choice, least = everywhere
+        found = topology_in_child(_only(priced, choice), options, known, exactly=exactly)
+        found = replace(found, bound=min(found.bound, least), most=())
     alone = len(found.engines) == 1 and found.engines[0].waves == 1
     bound_of_one = min(found.bound, found.value) if alone else None
     plans = tuple(
@@ -136,7 +232,9 @@ def answer_topology(
         most = max(_reported(one.plan, one.waves, theta) for one in topology.engines)
         if most * found.gain >= least:  # step by step it is not better
             topology = None
-    return TopologyAnswer(topology=topology, plans=plans, found=found, known=known, pipeline=best)
+    return TopologyAnswer(
+        topology=topology, plans=plans, found=found, known=known, theta=theta, pipeline=best
+    )
 
 
 PIPELINE_SHARE = 0.85
@@ -165,7 +263,8 @@ def pipeline_below(
     problem: Problem, best: Answer, options: SolveOptions, path: str | None, found: TopologyAnswer
 ) -> Answer | None:
     """Return a pipeline that is better than the topology found; None where none was found."""
-    theta = _theta_of(problem, best, options)
+    assert found.topology is not None, "there is one to better"
+    theta = found.theta
     fixed, below = replace(options, prefer=None), found.found.value * found.found.gain
     try:
         solved = plan_in_child(problem.with_changes(theta=theta), fixed, ceiling=below)
@@ -175,7 +274,28 @@ def pipeline_below(
         return None
     valued = solved.problem if options.budget is None else solved.problem.with_changes(theta=0.0)
     plan = checked_plan(valued, solved.outcome, path, options.prefer)
-    return Answer(problem=solved.problem, outcome=solved.outcome, plan=plan)
+    better = Answer(problem=solved.problem, outcome=solved.outcome, plan=plan)
+    own, other = plan.predicted, found.topology.predicted
+    return better if score(better, own, options) < score(better, other, options) else None
+
+
+def score(
+    one: Answer, predicted: Predicted | TopologyPredicted | None, options: SolveOptions
+) -> float:
+    """Return what the preference, the budget or theta makes smallest."""
+    p = one.problem
+    assert predicted is not None, "the planner always predicts"
+    if options.budget is not None:
+        return predicted.total_s
+    if options.prefer is None:
+        return predicted.total_s + p.theta * predicted.sum_omega
+    return math.log(predicted.total_s) + _price_of(p, options.prefer) * predicted.sum_omega
+
+
+def _price_of(problem: Problem, prefer: Prefer) -> float:
+    """Return what a unit of omega counts for, in the logarithm of time."""
+    unit = problem.sensitivity.four_bit_omega()
+    return WEIGHTS[prefer] / unit if unit else 0.0
 
 
 def _theta_of(problem: Problem, best: Answer, options: SolveOptions) -> float:
@@ -184,9 +304,8 @@ def _theta_of(problem: Problem, best: Answer, options: SolveOptions) -> float:
         return 0.0
     if options.prefer is None:
         return best.problem.theta
-    unit = problem.sensitivity.four_bit_omega()
     time_s = job_time(best.problem, best.outcome.assignment).total_s
-    return WEIGHTS[options.prefer] / unit * time_s if unit else 0.0
+    return _price_of(problem, options.prefer) * time_s
 
 
 def _reported(plan: Plan, waves: int, theta: float) -> float:
@@ -206,6 +325,13 @@ def _engine_answer(
     from llmpq.planner.check.check import check_plan
 
     own, outcome = engine.solved.problem, engine.solved.outcome
+    if own.choices != problem.choices:  # of one for all layers
+        (everywhere,) = own.choices
+        one = problem.choices.index(everywhere)
+        stages = outcome.assignment.stages
+        stages = tuple(replace(stage, choices=(one,) * len(stage.choices)) for stage in stages)
+        own = own.with_changes(choices=problem.choices)
+        outcome = replace(outcome, assignment=replace(outcome.assignment, stages=stages))
     if bound is not None:  # of all topologies, of which this is one engine
         proven = outcome.value - bound <= PROVEN * abs(outcome.value)
         outcome = replace(outcome, bound=bound, status="optimal" if proven else "feasible")

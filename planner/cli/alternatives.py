@@ -40,8 +40,11 @@ class Rated:
     omega: float
 
 
-def bits_lines(best: Answer, options: SolveOptions) -> list[str]:
-    """Return the next better and the next faster choice of bits, one line each."""
+def bits_lines(best: Answer, options: SolveOptions, *, of_one: bool = False) -> list[str]:
+    """Return the next better and the next faster choice of bits, one line each.
+
+    `of_one`: say that they are of one pipeline, as several engines may be better.
+    """
     p, a = best.problem, best.outcome.assignment
     predicted = best.plan.predicted
     assert predicted is not None, "the planner always predicts"
@@ -54,18 +57,20 @@ def bits_lines(best: Answer, options: SolveOptions) -> list[str]:
     lines = []
     better = [b for b in omegas if omegas[b] < own.omega * (1 - SAME)]
     if better:
-        line, _ = _line(best, options, max(better, key=lambda b: omegas[b]), own)
+        line, _ = _line(best, options, max(better, key=lambda b: omegas[b]), own, of_one)
         lines.append(f"better quality: {line}")
     faster = [b for b in omegas if omegas[b] > own.omega * (1 + SAME)]
     for b in sorted(faster, key=lambda b: omegas[b]):
-        line, found = _line(best, options, b, own)
+        line, found = _line(best, options, b, own, of_one)
         if found is not None and found.speed.total_s < own.speed.total_s / (1 + GAP):
             lines.append(f"faster: {line}")
             break
     return lines
 
 
-def _line(best: Answer, options: SolveOptions, b: int, own: Rated) -> tuple[str, Rated | None]:
+def _line(
+    best: Answer, options: SolveOptions, b: int, own: Rated, of_one: bool
+) -> tuple[str, Rated | None]:
     """Return what one precision everywhere would give, and its plan's rate where one fits."""
     precision = best.problem.choices[b]
     problem = best.problem.with_changes(choices=(precision,), theta=0.0)
@@ -80,7 +85,7 @@ def _line(best: Answer, options: SolveOptions, b: int, own: Rated) -> tuple[str,
         omega=sum_omega(priced, outcome.assignment),
     )
     return (
-        f"{everywhere}: {rated.speed.beside(own.speed)}, "
+        f"{everywhere}{' as one pipeline' * of_one}: {rated.speed.beside(own.speed)}, "
         f"quality loss {shown_loss(rated.omega)} instead of {shown_loss(own.omega)}",
         rated,
     )

@@ -6,22 +6,19 @@ In float32 they do not: a plan without them may be the better one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from llmpq.default_dtype import without_bfloat16
 from llmpq.errors import DoesNotFitError
-from llmpq.plan import Predicted
-from llmpq.planner.answer import Answer, answer, solve_options
+from llmpq.planner.answer import Answer, answer, score, solve_options
 from llmpq.planner.cli.what_if import without
-from llmpq.planner.front.preference import WEIGHTS
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.refusal import too_big_in_any_chunks
 from llmpq.planner.solving.methods import SolveOptions
-from llmpq.topology import Topology, TopologyPredicted
+from llmpq.topology import Topology
 
 
 def in_own_dtype(
@@ -56,7 +53,7 @@ def in_own_dtype(
     if not used:
         own = alone.workload.dtype
         return found, f"{cards} not used: all stages compute in {own}, the checkpoint's dtype"
-    if _score(found, found.plan.predicted, options) >= _score(best, best.plan.predicted, options):
+    if score(found, found.plan.predicted, options) >= score(best, best.plan.predicted, options):
         return None
     return found, (
         f"{cards} {with_them}, and the best plan would take {_seconds(best):.3f} instead of "
@@ -116,22 +113,8 @@ def instead_of_float32(
 
 def beats(own: Answer, topology: Topology, options: SolveOptions) -> bool:
     """Whether a plan of the cards that have bfloat16 is better than engines of all cards."""
-    alone = _score(own, own.plan.predicted, options)
-    return alone < _score(own, topology.predicted, options)
-
-
-def _score(
-    one: Answer, predicted: Predicted | TopologyPredicted | None, options: SolveOptions
-) -> float:
-    """Return what the preference, the budget or theta makes smallest."""
-    p = one.problem
-    assert predicted is not None, "the planner always predicts"
-    if options.budget is not None:
-        return predicted.total_s
-    if options.prefer is None:
-        return predicted.total_s + p.theta * predicted.sum_omega
-    unit = p.sensitivity.four_bit_omega() or 1.0
-    return math.log(predicted.total_s) + WEIGHTS[options.prefer] * predicted.sum_omega / unit
+    alone = score(own, own.plan.predicted, options)
+    return alone < score(own, topology.predicted, options)
 
 
 def _seconds(one: Answer) -> float:

@@ -143,7 +143,8 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
             return
     from llmpq.planner.evaluate.simulator import step_note
 
-    beside = bits_lines(best, options)
+    of_one = several is not None and request.engines != "1"
+    beside = bits_lines(best, options, of_one=of_one)
     if request.engines != "1" or several is not None:
         beside += topology_lines(best, several, num_engines(request.engines))
         if several is None and problem.workload.batch > 1:

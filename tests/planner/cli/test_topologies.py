@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -315,3 +316,41 @@ def test_a_bad_engine_of_a_plan_is_named(
     assert "llmpq-algo: engine 1: the plan predicts " in said.err
     assert main(["check", str(out), "--devices", "3090", "--model", "opt-1.3b"]) == 4
     assert capsys.readouterr().err.startswith("llmpq-algo: the plan was made for cluster")
+
+
+SLOW = {"between_nodes": {"gbps": 0.05, "latency_us": 1000}}
+
+
+def test_several_engines_and_a_pipeline_are_compared_by_the_score(
+    planned: Any, tmp_path: Path
+) -> None:
+    # A pipeline over a slow link keeps 8 bits; an engine a node loses more and is far quicker.
+    cluster = tmp_path / "slow.json"
+    nodes = [{"name": f"n{i}", "accelerators": "3090"} for i in range(2)]
+    cluster.write_text(json.dumps({"name": "slow", "nodes": nodes, "links": SLOW}))
+    words = ["--cluster", str(cluster), "--model", "gemma-3-27b", "--batch", "16"]
+    words += ["--prompt-len", "512", "--gen-len", "64"]
+    plan, _ = planned(*words)
+    scores = {"default": _score(plan)}
+    for flags in (["--bits", "4"], ["--engines", "1"]):
+        other, _ = planned(*words, *flags)
+        scores[" ".join(flags)] = _score(other)
+    assert isinstance(plan, Topology) and len(plan.engines) == 2
+    assert scores["default"] <= min(scores.values()) * 1.01
+    assert scores["--engines 1"] > 1.1 * scores["default"]
+
+
+def _score(plan: Plan | Topology) -> float:
+    """Return what --prefer balanced makes smallest."""
+    assert plan.predicted is not None
+    return plan.predicted.total_s * math.exp(plan.predicted.sum_omega)  # 1: all at 4 bits
+
+
+def test_other_bits_are_said_to_be_of_one_pipeline(planned: Any) -> None:
+    words = ["--devices", "5090,3090", "--model", "qwen3-8b", "--batch", "1", *JOB]
+    _, lines = planned(*words)
+    (faster,) = [line for line in lines if line.startswith("faster: ")]
+    assert " everywhere as one pipeline: " in faster
+    _, lines = planned(*words, "--engines", "1", "--tensor-parallel", "1")
+    (faster,) = [line for line in lines if line.startswith("faster: ")]
+    assert " everywhere: " in faster
