@@ -32,6 +32,7 @@ from llmpq.kernels.cpu.native_layer import (
     native_layer,
 )
 from llmpq.kernels.kv.reference import ScoreRule
+from llmpq.kernels.native.freed_memory import give_back_freed_memory
 from llmpq.kernels.weights.dense_weight import DenseWeight
 from llmpq.kernels.weights.weight import Weight
 from llmpq.runtime.backends.stage_runner import StageRunner
@@ -278,6 +279,7 @@ class CpuBackend:
 
     def layers(self) -> NativeLayers:
         """Return layers of one call for few rows, of torch's operators for many."""
+        give_back_freed_memory()
         return NativeLayers()
 
     def stage_runner(
