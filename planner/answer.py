@@ -133,6 +133,8 @@ def answer_topology(
         # Of all precisions: a least value is concave in theta.
         bound = start.found.bound * min(1.0, theta / start.theta)
         only = None if everywhere is None else (everywhere, bound)
+        if only is not None:  # costs of groups are of the job's own choices
+            own = replace(own, groups=False)
         other = _topology_at(theta, problem, best, own, path, exactly, everywhere=only)
         if other.topology is not None and _score_of(other, options) < least:
             found, least = other, _score_of(other, options)
