@@ -339,10 +339,11 @@ def _step_ms(stage: StagePlan, kind: str) -> float:
 def _front(page: HtmlPage, beside: Beside) -> list[str]:
     if not beside.front:
         return []
-    points = []
+    points, losses = [], []
     for index, plan in enumerate(beside.front):
         predicted = plan.predicted
         assert predicted is not None, "the planner always predicts"
+        losses.append(shown_loss(predicted.sum_omega))
         points.append(
             {
                 "plan": index + 1,
@@ -359,12 +360,12 @@ def _front(page: HtmlPage, beside: Beside) -> list[str]:
             str(point["plan"]),
             f"{point['total_s']:.3f} s",
             f"{point['tokens_per_s']:.1f}",
-            shown_loss(point["sum_omega"]),
+            loss,
             str(point["bits"]),
             str(point["stages"]),
             str(point["chosen"]),
         ]
-        for point in points
+        for point, loss in zip(points, losses, strict=True)
     ]
     columns = ("plan", "time", "tokens/s", "quality loss", "bits", "stages", "asked for by")
     mine = next((i for i, how in beside.chosen.items() if "balanced" in how), None)

@@ -154,7 +154,7 @@ class TimedModel:
         if states is not None and case.target.phase is Phase.VERIFY:
             compute.enable_speculation("ngram", size, layers=range(len(stage.layers)))
         if self.device.type != "cpu":
-            compute.leave_on_device(hidden=True, tokens=True)
+            compute.leave_on_device(tokens=True)
         message = step_message(case, size, self._sampling)
         compute.kv.take_rows(message.paged, message.starts)
         hidden_1Th = None
