@@ -333,9 +333,9 @@ class SimpleRates:
 
     def rate(self, engine: EnginePlan) -> float:
         """Return the highest rate of an engine by simulation."""
-        few, limits = self.traffic.arrivals[:64], self.traffic.limits
+        every, limits = self.traffic.arrivals, self.traffic.limits
         guess = engine.steady.rate_per_s
-        return highest_rate([engine.model], few, limits, guess_per_s=guess).rate_per_s
+        return highest_rate([engine.model], every, limits, guess_per_s=guess).rate_per_s
 
     def water_filled(self) -> float:
         """Return the rate of water-filling with the steps and requests that suit it best."""

@@ -1,8 +1,10 @@
 """Plans of engines for live traffic: of a group of devices, requests at once, tokens of a step.
 
 An engine is planned as a batch job of so many requests of the mean lengths: the pool then holds
-them, and layers go where such a job is quickest. A job of few requests counts longer ones, so that
-the longest request of the traffic has room.
+them, and layers go where such a job is quickest: once with the micro-batches that suit the job
+best, and where there are several devices once with as many as there may be stages, as a pipeline
+under live traffic has them (steady_state.py): the busiest stage then counts, not the sum of all. A
+job of few requests counts longer ones, so that the longest request of the traffic has room.
 """
 
 from __future__ import annotations
@@ -101,9 +103,13 @@ class EnginePlanner:
             if self.price:  # where such a plan is not within the limits, the quickest may be
                 near, _ = look_around([job.sharing_tables()], self.price)
                 thetas.insert(0, dearer * self.price * near.time_s)
-            each = (self._priced(job.with_changes(theta=theta), step_tokens) for theta in thetas)
-            best = next((one for one in each if one is not None), None)
-            found += [] if best is None else [replace(best, places=tuple(places))]
+            for rows in {job.decode_microbatch, -(-requests // len(places))}:
+                own = job.with_changes(decode_microbatch=rows)
+                each = (
+                    self._priced(own.with_changes(theta=theta), step_tokens) for theta in thetas
+                )
+                best = next((one for one in each if one is not None), None)
+                found += [] if best is None else [replace(best, places=tuple(places))]
         return max(found, key=self.worth, default=None)
 
     def _priced(self, job: Problem, step_tokens: int) -> EnginePlan | None:

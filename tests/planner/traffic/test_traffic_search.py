@@ -12,8 +12,13 @@ import pytest
 
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
+from llmpq.planner.answer import checked_plan
+from llmpq.planner.cli.show_traffic import traffic_job
+from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.make import make_plan
-from llmpq.planner.problem.requests import TrafficFlags
+from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
+from llmpq.planner.problem.requests import PlanRequest, TrafficFlags
+from llmpq.planner.traffic.engine_plans import EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.rates import highest_rate, kept_apart
 from llmpq.planner.traffic.simulated import EngineModel, simulate
@@ -51,6 +56,35 @@ def test_what_is_simulated_settles_at_the_steady_state(devices: str, batch: int)
     assert rate == pytest.approx(found.rate_per_s, rel=0.1)
     mean = ServiceMeasures.of(served[first:last], ServiceLimits()).tpot_s.mean
     assert mean == pytest.approx(found.tpot_s, rel=0.1)
+
+
+def test_layers_lie_where_a_full_pipeline_is_quickest() -> None:
+    """Not where a batch of one micro-batch is: stages work at once, so the busiest counts."""
+    asked = {"prompt": "1200", "gen": "200", "rate": "max", "ttft": 2.0, "tpot": 0.1}
+    job, traffic, _ = traffic_job(
+        PlanRequest(model="llama-3.1-8b", devices="4090,3060", bits="16", requests=8, **asked)
+    )
+    planner = EnginePlanner(job.problem, job.options, None, MeanLengths.of(traffic), traffic.limits)
+    names = [device.name for device in job.problem.cluster.devices]
+    found, whole = planner.plan(names, 64, 512), planner.job(names, 64, 512)
+    assert found is not None and [len(stage.layers) for stage in found.plan.stages] != [1, 31]
+    rates = []
+    for cut in range(22, 32):
+        ends = ((0, 0, cut), (1, cut, 32))
+        stages = tuple(Stage(cls=c, start=a, end=b, choices=(0,) * (b - a)) for c, a, b in ends)
+        given = Assignment(prefill_microbatch=8, decode_microbatch=32, stages=stages)
+        if fits(whole, given):
+            outcome = Outcome(
+                method="uniform",
+                status="baseline",
+                assignment=given,
+                value=0,
+                bound=None,
+                seconds=0,
+            )
+            engine = planner.engine_of(checked_plan(whole, outcome, None), 512)
+            rates += [] if engine is None else [engine.steady.rate_per_s]
+    assert len(rates) > 3 and found.steady.rate_per_s >= 0.98 * max(rates)
 
 
 def test_limits_bound_how_many_run_at_once() -> None:
