@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import sys
 import threading
 from collections import Counter
@@ -62,6 +63,10 @@ LONGEST = (
 def seeds() -> Callable[[Sequence[int]], Sequence[int]]:
     """Every third of the seeds of a test, a dozen of many; or all of them."""
     return lambda whole: whole[:: 1 if ALL else max(3, len(whole) // 12)]
+
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+"""Behind nohup, too: tests that send it await what happens at a terminal."""
 
 
 @pytest.fixture(scope="session", autouse=True)

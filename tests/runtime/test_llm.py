@@ -168,7 +168,7 @@ def test_prompts_that_can_never_run_are_refused_and_leave_the_engine_well(one, w
         ("", "no tokens"),
         ("x y " * 900, "of the model is 1024 with the answer"),
         ([5, 99999], "token 99999 is not in the vocabulary"),
-        ({"text": "a"}, "prompt_token_ids, got"),
+        ({"text": "a"}, r"prompt_token_ids \(and cache_salt\), got"),
         (3.5, "a text or a list of token ids"),
     ):
         with pytest.raises((ValueError, TypeError), match=said):
