@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -351,6 +352,7 @@ class NativeStack:
     def __init__(self, layers: Sequence[NativeLayer]) -> None:
         self.layers = layers
         self._at = (ctypes.c_size_t * len(layers))(*(layer._at for layer in layers))
+        self._placed: tuple[tuple[object, object], tuple[ctypes.Array[Any], ...]] | None = None
 
     def takes(self, x: Tensor) -> bool:
         """Whether every layer does."""
@@ -366,35 +368,41 @@ class NativeStack:
     ) -> None:
         """Write the last layer's output to y; keys go to the pools, states move on."""
         first = self.layers[0]
-        rows = (
-            []
-            if pools is None
-            else [_Rows() if p is None else first._rows(x, y, angles, *p) for p in pools.pools]
-        )
-        number, k_L, v_L = [], [], []
-        attending, recurrent = 0, 0
-        for layer in self.layers:
-            if states is not None and isinstance(layer.form.before, RecurrentForm):
-                number.append(len(rows))
-                k_L.append(states.tail_L[recurrent])
-                v_L.append(states.matrix_L[recurrent])
-                recurrent += 1
-            elif pools is not None:
-                number.append(pools.pool_L[attending])
-                k_L.append(pools.k_L[attending])
-                v_L.append(pools.v_L[attending])
-                attending += 1
+        rows = []
+        if pools is not None:
+            own = [None if p is None else first._rows(x, y, angles, *p) for p in pools.pools]
+            rows = [_Rows() if one is None else one for one in own]
         if states is not None:
             rows.append(first._recurrent_rows(x, y, states.rows))
-        count = len(self.layers)
-        arrays = (
-            self._at,
-            (_Rows * len(rows))(*rows),
-            (ctypes.c_int64 * count)(*number),
-            (ctypes.c_size_t * count)(*k_L),
-            (ctypes.c_size_t * count)(*v_L),
+        of = (None if pools is None else pools.k_L, None if states is None else states.tail_L)
+        if self._placed is None or any(
+            a is not b for a, b in zip(self._placed[0], of, strict=True)
+        ):
+            self._placed = of, self._addresses(pools, states)
+        arrays: tuple[ctypes.Array[Any], ...] = (
+            *(self._at, (_Rows * len(rows))(*rows)),
+            *self._placed[1],
         )
-        call("llmpq_layers", *(ctypes.addressof(array) for array in arrays), count)
+        call("llmpq_layers", *(ctypes.addressof(array) for array in arrays), len(self.layers))
+
+    def _addresses(
+        self, pools: PoolPlaces | None, states: StatePlaces | None
+    ) -> tuple[ctypes.Array[Any], ...]:
+        """Return of every layer which rows it takes, and where its keys and values or state lie."""
+        in_pools = [] if pools is None else zip(pools.pool_L, pools.k_L, pools.v_L, strict=True)
+        in_slots = [] if states is None else zip(states.tail_L, states.matrix_L, strict=True)
+        attending, recurrent = iter(in_pools), iter(in_slots)
+        behind = 0 if pools is None else len(pools.pools)
+        placed = [
+            (behind, *next(recurrent))
+            if isinstance(layer.form.before, RecurrentForm)
+            else next(attending)
+            for layer in self.layers
+        ]
+        numbers, k_L, v_L = zip(*placed, strict=True)
+        count = len(placed)
+        array = ctypes.c_size_t * count
+        return (ctypes.c_int64 * count)(*numbers), array(*k_L), array(*v_L)
 
 
 def native_layer(form: LayerForm) -> NativeLayer | None:

@@ -64,24 +64,24 @@ static void convolve_row(const Mixer& l, const Tokens& t, int64_t b, float* mixe
 
 // state [N, P] = a state + k u^T; out [P] = its q: read once with q and k, then moved on.
 static void move_state(float* state, const float* q, const float* k, const float* a, const float* v, bool delta, float beta,
-                       int64_t N, int64_t P, float* out, float* told) {
-  for (int64_t p = 0; p < P; ++p) out[p] = told[p] = 0;
+                       int64_t N, int64_t P, float* out, float* u) {
+  for (int64_t p = 0; p < P; ++p) out[p] = u[p] = 0;
   float both = 0;
   for (int64_t n = 0; n < N; ++n) {
     const float *row = state + n * P, aq = a[n] * q[n], ak = a[n] * k[n];
     both += q[n] * k[n];
     if (delta)
-      for (int64_t p = 0; p < P; ++p) out[p] += aq * row[p], told[p] += ak * row[p];
+      for (int64_t p = 0; p < P; ++p) out[p] += aq * row[p], u[p] += ak * row[p];
     else
       for (int64_t p = 0; p < P; ++p) out[p] += aq * row[p];
   }
   for (int64_t p = 0; p < P; ++p) {
-    told[p] = delta ? (v[p] - told[p]) * beta : v[p];
-    out[p] += both * told[p];
+    u[p] = delta ? (v[p] - u[p]) * beta : v[p];
+    out[p] += both * u[p];
   }
   for (int64_t n = 0; n < N; ++n) {
     float *row = state + n * P, an = a[n], kn = k[n];
-    for (int64_t p = 0; p < P; ++p) row[p] = an * row[p] + kn * told[p];
+    for (int64_t p = 0; p < P; ++p) row[p] = an * row[p] + kn * u[p];
   }
 }
 
@@ -92,7 +92,7 @@ static void head_of_row(const Mixer& l, const Tokens& t, int64_t b, int64_t h, c
   const int64_t steps = t.at[b] * t.steps_pitch;
   static thread_local std::vector<float> held;
   held.resize(3 * N + 2 * P);
-  float *q = held.data(), *k = q + N, *a = k + N, *told = a + N, *fed = told + P;
+  float *q = held.data(), *k = q + N, *a = k + N, *u = a + N, *fed = u + P;
   const bool delta = l.kind == GATED_DELTA || l.kind == KDA, mamba = l.kind == MAMBA2;
   const float* v = mamba ? mixed + h * P : mixed + 2 * width + h * P;
   const float* from_q = mamba ? mixed + H * P + width + own : mixed + own;
@@ -123,7 +123,7 @@ static void head_of_row(const Mixer& l, const Tokens& t, int64_t b, int64_t h, c
   }
   float* state = t.matrices + (t.slots[b] * H + h) * N * P;
   if (t.fresh[b]) std::memset(state, 0, N * P * sizeof(float));
-  move_state(state, q, k, a, mamba ? fed : v, delta, beta, N, P, out + h * P, told);
+  move_state(state, q, k, a, mamba ? fed : v, delta, beta, N, P, out + h * P, u);
   if (mamba)
     for (int64_t p = 0; p < P; ++p) out[h * P + p] += v[p] * l.skip[h];
 }

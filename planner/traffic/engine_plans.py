@@ -103,7 +103,10 @@ class EnginePlanner:
             if self.price:  # where such a plan is not within the limits, the quickest may be
                 near, _ = look_around([job.sharing_tables()], self.price)
                 thetas.insert(0, dearer * self.price * near.time_s)
-            for rows in {job.decode_microbatch, -(-requests // len(places))}:
+            sizes = [job.decode_microbatch]
+            if len(places) > 1 and job.decode_microbatch is None:
+                sizes.append(-(-requests // len(places)))
+            for rows in sizes:
                 own = job.with_changes(decode_microbatch=rows)
                 each = (
                     self._priced(own.with_changes(theta=theta), step_tokens) for theta in thetas
