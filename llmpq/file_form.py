@@ -82,6 +82,15 @@ def _number_keys(model: type[BaseModel]) -> tuple[str, ...]:
 _NUMBERS = ({int}, {float}, {int, float})
 
 
+def broken_link(path: Path) -> str | None:
+    """Say where a link leads that leads nowhere; None for any other path."""
+    if os.path.exists(path) or not os.path.islink(path):
+        return None
+    return (
+        f"'{path}' is a broken link: '{os.readlink(path)}' is not there; download the model again"
+    )
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a whole file or leave what was there; a device or a pipe is written to.
 

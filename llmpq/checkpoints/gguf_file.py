@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.errors import shortened
+from llmpq.file_form import broken_link
 
 if TYPE_CHECKING:
     import numpy as np
@@ -150,7 +151,8 @@ def open_gguf(path: str | Path) -> GgufFile:
     try:
         return _opened(tuple((p, p.stat().st_size, p.stat().st_mtime_ns) for p in parts))
     except OSError as error:
-        raise ValueError(f"cannot read '{path}': {error.strerror or error}") from None
+        broken = broken_link(given)
+        raise ValueError(broken or f"cannot read '{path}': {error.strerror or error}") from None
 
 
 def _parts(path: Path) -> list[Path]:
@@ -162,9 +164,11 @@ def _parts(path: Path) -> list[Path]:
     names = [f"{match['stem']}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing or not count:
+        lost = missing[0] if missing else path.name
         raise ValueError(
-            f"'{path}' is one of {count} parts and '{missing[0] if missing else path.name}' is not "
-            "beside it; download all parts into one directory"
+            broken_link(path.with_name(lost))
+            or f"'{path}' is one of {count} parts and '{lost}' is not beside it; download all "
+            "parts into one directory"
         )
     return [path.parent / name for name in names]
 

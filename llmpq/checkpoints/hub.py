@@ -16,6 +16,7 @@ from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.errors import nearest, shortened
+from llmpq.file_form import broken_link
 from llmpq.shipped_table import shipped_table
 
 _NAME = re.compile(
@@ -52,6 +53,9 @@ def local_model(model: str | Path, *, config_only: bool = False) -> Path:
     """
     if is_model(model):
         return absolute(model)
+    broken = broken_link(Path(model))
+    if broken is not None:
+        raise ValueError(broken)
     near = _near(Path(model))
     named = None if os.path.isabs(model) else _NAME.fullmatch(str(model))
     if named is None or named["repo"].endswith(".gguf"):

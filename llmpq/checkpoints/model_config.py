@@ -36,7 +36,7 @@ from llmpq.families.not_run import (
     no_language_model,
 )
 from llmpq.families.record import Family
-from llmpq.file_form import read_json
+from llmpq.file_form import broken_link, read_json
 
 BOOKKEEPING = frozenset(
     [
@@ -380,10 +380,21 @@ THEIR_OWN = {
     "flax_model.msgpack": "Flax",
 }
 """Files of weights that are no Hugging Face safetensors -> whose form that is."""
+MODEL_SUFFIXES = (".json", ".safetensors", ".gguf")
+INNER = tuple(
+    f"{folder}*/{file}"
+    for folder in ("", "snapshots/", "*/snapshots/")
+    for file in ("config.json", "*.gguf")
+)
+"""Where a folder has a model in it, a repository's folder of Hugging Face's cache too."""
 
 
 def other_form(path: Path) -> str | None:
     """Say what a directory holds where that is no model in Hugging Face's form."""
+    files = sorted(file for file in path.glob("*") if file.suffix in MODEL_SUFFIXES)
+    broken = next(filter(None, map(broken_link, files)), None)
+    if broken is not None:
+        return broken
     described = path / "adapter_config.json"
     if described.is_file():
         adapter = read_json(described)
@@ -403,4 +414,9 @@ def other_form(path: Path) -> str | None:
                 "Hugging Face's (config.json and model.safetensors): download that, or convert "
                 "with the script that Transformers has for the model"
             )
+    for pattern in INNER:
+        inner = sorted(path.glob(pattern))
+        if inner:
+            model = inner[0].parent if inner[0].name == "config.json" else inner[0]
+            return f"'{path}' is no model itself: give one in it, such as '{model}'"
     return None

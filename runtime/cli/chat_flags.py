@@ -51,6 +51,7 @@ def chat_parser() -> CommandParser:
         "dtype",
         "gpu_memory_utilization",
         "kv_cache_dtype",
+        "enforce_eager",
         "backend",
         "generation_config",
     )

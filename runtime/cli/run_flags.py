@@ -97,6 +97,7 @@ def run_parser() -> CommandParser:
     add_engine_flags(
         parser.section("launch"),
         "backend",
+        "enforce_eager",
         "ray_address",
         "master_addr",
         "master_port",

@@ -75,6 +75,7 @@ def serve_parser() -> CommandParser:
         "speculate",
         "gamma",
         "costs",
+        "enforce_eager",
         "backend",
         "ray_address",
         "layer_cache",
@@ -121,8 +122,12 @@ def serve_parser() -> CommandParser:
 def _add_server(server: Section) -> None:
     text = "engines behind one port, each a process on its share of this machine's devices (1)"
     server.flag("--replicas", type=int, default=1, metavar="N", help=text)
-    server.flag("--host", daily=True, default="127.0.0.1", help="address (default 127.0.0.1)")
-    server.flag("--port", daily=True, type=int, default=8000, metavar="N", help="port (8000)")
+    tcp = Only(lambda a: a.uds is None, "with --uds", "leave that out")
+    text = "address (default 127.0.0.1)"
+    server.flag("--host", daily=True, default="127.0.0.1", only=tcp, help=text)
+    server.flag(
+        "--port", daily=True, type=int, default=8000, metavar="N", only=tcp, help="port (8000)"
+    )
     server.flag("--uds", metavar="FILE", help="listen at this socket instead of host and port")
     text = "path under which a proxy shows the server (/llm); it is answered with and without it"
     server.flag("--root-path", default="", metavar="PATH", help=text)

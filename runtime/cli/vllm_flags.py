@@ -69,7 +69,6 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--dtype": "the dtype is the plan's: llmpq-algo --dtype",
     "--load-format": VLLM_OPTIONS["quantization"].flag,
     "--gpu-memory-utilization": "the memory used is the plan's: llmpq-algo has the flag",
-    "--enforce-eager": "leave it out; llmpq-dist bench has it",
     "--no-enable-prefix-caching": "llmpq-dist serve has it",
     "--max-tokens": "answers' lengths are the requests' own",
     "--api-server-count": "one process answers HTTP: leave it out; several engines: --replicas N",

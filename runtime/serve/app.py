@@ -295,7 +295,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return described(name)
 
     @app.get("/health")
-    @app.api_route("/ping", methods=["GET", "POST"])
+    @app.get("/ping")
+    @app.post("/ping")
     async def health() -> dict[str, str]:
         service.check_engine()
         return {"status": "ok"}

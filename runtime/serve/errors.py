@@ -147,7 +147,8 @@ def _no_path(request: Request) -> ApiError:
 
 _ANSWERS = (
     "this server generates text at /v1/chat/completions, /v1/completions, /v1/responses and "
-    "/v1/messages"
+    "/v1/messages; it makes no embeddings, scores of pairs or ranks (how likely a text is: "
+    "/v1/completions with echo, logprobs and max_tokens 0)"
 )
 """What is said of Ollama's paths, llama.cpp's, and of abilities that this server has not."""
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
+from traceback import walk_tb
 from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
@@ -335,7 +336,10 @@ class Tokenizer:
             if as_texts != plain:
                 with suppress(Exception):
                     return str(render(as_texts))
-            raise ValueError(f"the chat template refuses the messages: {error}") from None
+            frames = walk_tb(error.__traceback__)
+            inside = any(frame.f_code.co_filename == "<template>" for frame, _ in frames)
+            how = "refuses the messages" if inside else "cannot be applied"
+            raise ValueError(f"the chat template {how}: {error}") from None
 
 
 def _load(directory: Path) -> Any:

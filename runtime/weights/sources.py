@@ -21,6 +21,7 @@ from torch import Tensor
 from llmpq.checkpoints.model_config import other_form
 from llmpq.families import FAMILIES
 from llmpq.families.record import AS_IT_IS
+from llmpq.file_form import broken_link
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.part_shapes import (
@@ -383,7 +384,8 @@ class CheckpointSource:
             try:
                 self._open[file] = safe_open(path, framework="pt")
             except FileNotFoundError:
-                raise ValueError(f"'{path}' is missing; {INDEX} names it as a shard") from None
+                missing = f"'{path}' is missing; {INDEX} names it as a shard"
+                raise ValueError(broken_link(path) or missing) from None
             except SafetensorError as error:
                 raise ValueError(
                     f"'{path}' is truncated or not a safetensors file ({error}); its size is "

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from llmpq.checkpoints.hub import at_revision, local_model, name_of
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = [pytest.mark.cpu]
 ROOT = Path(__file__).resolve().parents[3]
@@ -197,3 +199,34 @@ def test_paths_are_no_names_of_the_hub(tmp_path):
 def test_a_name_that_can_be_planned_leads_to_its_weights(name: str, where: str) -> None:
     with pytest.raises(ValueError, match=f"hub such as {where}$"):
         local_model(name)
+
+
+def cached(cache: Path) -> Path:
+    """Lay a repository out as Hugging Face's cache does; return its snapshot."""
+    snapshot = cache / "models--me--demo" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    for name, content in DEMO.items():
+        blob = cache / "models--me--demo" / "blobs" / f"blob-of-{name}"
+        blob.parent.mkdir(exist_ok=True)
+        blob.write_bytes(content)
+        (snapshot / name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+@pytest.mark.parametrize("outer", ["", "models--me--demo", "models--me--demo/snapshots"])
+def test_a_folder_around_a_model_leads_to_it(outer, tmp_path):
+    snapshot = cached(tmp_path)
+    with pytest.raises(ValueError, match=f"no model itself: give one in it, such as '{snapshot}'"):
+        ModelSpec.from_directory(local_model(tmp_path / outer))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_link_that_leads_nowhere_is_called_so(name, tmp_path):
+    snapshot = cached(tmp_path)
+    (tmp_path / "models--me--demo" / "blobs" / f"blob-of-{name}").unlink()
+    with pytest.raises(ValueError, match=f"{name}' is a broken link: '.*blob-of-{name}' is not"):
+        CheckpointSource(snapshot, ModelSpec.from_directory(snapshot))
+    link = tmp_path / "m.gguf"
+    link.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"m.gguf' is a broken link: '.*nowhere'"):
+        local_model(link)

@@ -22,6 +22,7 @@ def test_a_flag_of_vllms_is_answered_with_ours(command, capsys):
     known = flags_of(COMMANDS[command].parser())
     answered = [flag for flag in VLLM_FLAGS if flag not in known]
     assert {"--pipeline-parallel-size", "--quantization", "--tokenizer"} <= set(answered)
+    assert "--enforce-eager" in known
     for flag in answered:
         assert main([command, flag, "2"]) == 2
         said = capsys.readouterr().err

@@ -128,6 +128,7 @@ def status(url: str) -> int:
         (["--model", "nowhere", "--uds", __file__], "is a file and no socket"),
         (["--model", "nowhere", "--uds", "no/such/socket"], "there is no folder 'no/such'"),
         (["--model", "nowhere", "--uds", "/tmp/" + "x" * 110], "longer than the 107 bytes"),
+        (["--model", "nowhere", "--uds", "a", "--port", "1"], "--port has no effect with --uds"),
         (["--model", "nowhere", "--root-path", "llm"], "--root-path must begin with /"),
         (["--model", "nowhere", "--max-stored-responses", "-1"], "must be 0 or more"),
         (["--model", "nowhere", "--api-key", ""], "--api-key is empty; give a key"),

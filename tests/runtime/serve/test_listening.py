@@ -103,6 +103,8 @@ def test_a_proxys_path_is_answered_with_and_without_it(two_stages, running):
             assert asked(connection, "POST", f"{root}/v1/completions", ASK, key)[0] == 200
         told = json.loads(asked(connection, "GET", "/llm/openapi.json", headers=key)[1])
         assert told["servers"] == [{"url": "/llm"}]
+        names = [one["operationId"] for path in told["paths"].values() for one in path.values()]
+        assert len(names) == len({*names}) > 10
         assert asked(connection, "GET", "/llmx/health", headers=key)[0] == 404
         # The page's links are relative to the folder.
         connection.request("GET", "/llm")

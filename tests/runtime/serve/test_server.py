@@ -171,6 +171,7 @@ def test_times_are_counted_from_the_arrival_of_a_requests_head(server):
         ("/api/generate", {}, 404, "'/api/generate'; this server generates text at /v1/chat/"),
         ("/infill", {}, 404, "'/infill'; this server generates text at /v1/chat/"),
         ("/v1/embeddings", {}, 404, "'/v1/embeddings'; this server generates text at /v1/chat/"),
+        ("/v1/score", {}, 404, "no embeddings, scores of pairs or ranks (how likely a text is:"),
         ("/v1/completions", {"prompt": "a", "best_of": -1}, 400, "'best_of': Input should be gr"),
         ("/v1/v1/chat/completions", {}, 404, "did you mean /v1/chat/completions?"),
         ("/v1/chat/completion", {}, 404, "did you mean /v1/chat/completions?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,3 +129,19 @@ def test_what_earlier_turns_thought_reaches_the_template(name):
     plain = [plain_message(message) for message in body.messages]
     assert plain[1]["reasoning_content"] == plain[1]["reasoning"] == "2 + 2"
     assert "reasoning" not in plain[0] and "reasoning_content" not in plain[2]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"template": "{{ raise_exception('users only') }}"}, "refuses the messages: users only"),
+        ({"template": "{{ 1 / 0 }}"}, "refuses the messages: division"),
+        ({"template": "{{ messages }"}, "cannot be applied: unexpected '}'"),
+        ({"tools": ["find"]}, "cannot be applied: Tools"),
+        ({"continue_final_message": True}, "cannot be applied: continue_final_message and add_"),
+    ],
+)
+def test_what_refuses_is_named(demo_model, how, said):
+    """A template that raises refuses the messages; else it is the arguments that are wrong."""
+    with pytest.raises(ValueError, match=rf"^the chat template {re.escape(said)}"):
+        Tokenizer(demo_model).render_chat([*TALK, {"role": "assistant", "content": "so"}], **how)
