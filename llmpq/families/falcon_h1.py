@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.common.config_values import Config, expect, flag, number, size
+from llmpq.families.common.config_values import Config, expect, flag, head_size, number, size
 from llmpq.families.common.recurrent_config import mamba2, mixer_names
 from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.record import linear_names, norm_names
@@ -30,7 +30,6 @@ def fields(config: Config) -> dict[str, Any]:
     expect(config, "projectors_bias", form.bias, default=bias)
     gate, down = _numbers(config, "mlp_multipliers", 2)
     of_input = number(config, "attention_in_multiplier")
-    head_dim = base["hidden"] // base["heads"]
     columns = _numbers(config, "ssm_multipliers", 5)
     into = number(config, "ssm_in_multiplier")
     return {
@@ -43,7 +42,7 @@ def fields(config: Config) -> dict[str, Any]:
             in_factors=tuple(into * factor for factor in columns),
             out_factor=number(config, "ssm_out_multiplier"),
         ),
-        "score_factor": head_dim**-0.5 * number(config, "key_multiplier") * of_input**2,
+        "score_factor": head_size(config) ** -0.5 * number(config, "key_multiplier") * of_input**2,
         "attention_factor": of_input * number(config, "attention_out_multiplier"),
         "gate_factor": gate,
         "mlp_factor": down,

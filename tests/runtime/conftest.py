@@ -403,7 +403,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "ssm_out_multiplier": 0.6,
         },
     ),
-    "falcon_h1 without its norm": ("FalconH1", {**MAMBA2, "mamba_d_ssm": 128, "mlp_bias": True}),
+    "falcon_h1 without its norm": (
+        "FalconH1",
+        {**MAMBA2, "mamba_d_ssm": 128, "mlp_bias": True, "head_dim": 24},
+    ),
     "nemotron_h": (
         "NemotronH",
         {
