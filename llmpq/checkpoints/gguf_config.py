@@ -228,10 +228,22 @@ def _scaling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | 
     asked = ("factor", "original_context_length", "attn_factor", "yarn_beta_fast", "yarn_beta_slow")
     factor, original, attention, fast, slow = (metadata.get(scaled + key) for key in asked)
     longest = config["max_position_embeddings"]
+    longrope = all(name in file.tensors for name in FACTORS.values())
+    if attention not in (None, 0, 1, 1.0) and not longrope:
+        raise ValueError(
+            f"'{file.path}': rope.scaling.attn_factor={attention} is not supported without the "
+            "tensors of longrope"
+        )
     if FREQUENCIES in file.tensors:  # what Llama 3 stretches its positions by, worked out already
-        factors = file.floats(FREQUENCIES)
+        if kind not in (None, "none", "linear"):
+            raise ValueError(
+                f"'{file.path}': {shortened(repr(kind))} rope scaling beside the tensor "
+                f"'{FREQUENCIES}' is not supported; expected one of the two"
+            )
+        both = factor if kind == "linear" else 1.0
+        factors = [each * both for each in file.floats(FREQUENCIES)]
         return _stretched(factors, factors, longest, 1.0)
-    if FACTORS["long"] in file.tensors and FACTORS["short"] in file.tensors:
+    if longrope:
         long, short = (file.floats(FACTORS[end]) for end in ("long", "short"))
         return _stretched(short, long, original or longest, attention)
     if kind in (None, "none"):
@@ -253,8 +265,6 @@ def _scaling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | 
     over = metadata.get(scaled + "yarn_log_multiplier")
     if over and "mscale" not in found:
         found |= {"mscale": over, "mscale_all_dim": over}
-    if attention not in (None, 0, 1, 1.0):
-        raise ValueError(f"'{file.path}': yarn with rope.scaling.attn_factor is not supported")
     ends = {"beta_fast": fast, "beta_slow": slow}
     return found | {key: value for key, value in ends.items() if value is not None}
 

@@ -13,7 +13,7 @@ leaves open of others is assumed, and `assumptions` says what.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from llmpq.devices.device_spec import (
     unknown_card,
     which_memory,
 )
-from llmpq.devices.this_machine import NODE, Host, MachineDevices, cpu_group, gpu_group
+from llmpq.devices.this_machine import MIB, NODE, Host, MachineDevices, cpu_group, gpu_group
 from llmpq.errors import shortened
 from llmpq.units import MAX_SIZE, format_size, parse_size
 
@@ -90,8 +90,7 @@ def read_devices(
         raise ValueError(f"{where} is empty, expected devices such as 4090,3090:2,cpu")
     here = machine is not None and _has(machine, groups)
     host = machine.host if machine is not None and here else None
-    for group in filter(_is_cpu, groups):
-        assumed.append(_complete_cpu(group, host))
+    assumed += _complete_cpus([group for group in groups if _is_cpu(group)], host)
     counts = [f"{g['kind']}:{g['count']}" if g["count"] > 1 else g["kind"] for g in groups]
     if machine is not None and here:
         groups, in_use = _as_they_are(groups, machine)
@@ -316,22 +315,33 @@ def _cpu(kind: str, count: int, facts: _Facts) -> dict[str, Any]:
     return group
 
 
-def _complete_cpu(group: dict[str, Any], host: Host | None) -> str:
-    """Fill in what a text leaves open of a `cpu`, from this machine's host or by assumption.
+def _complete_cpus(groups: Sequence[dict[str, Any]], host: Host | None) -> list[str]:
+    """Fill in what a text leaves open of its `cpu`s, from this machine's host or by assumption.
 
-    Returns what was filled in, nothing where the text says all.
+    They share what the host has beside what they are said to have. Returns what was filled in.
     """
-    spec, count = device_specs()[group["kind"]], group["count"]
+    count = sum(group["count"] for group in groups)
     each = "cpu" if count == 1 else f"each of {count} cpu devices"
+    shares: dict[str, int] = {}
+    for key, whole in (cpu_group(host) if host is not None and groups else {}).items():
+        if key in ("threads", "memory", "reserve"):
+            sharing = [g for g in groups if ("threads" if key == "threads" else "memory") not in g]
+            stated = sum(group["count"] * group.get(key, 0) for group in groups)
+            shares[key] = max(0, whole - stated) // max(1, sum(g["count"] for g in sharing))
+    return [_complete_cpu(group, each, shares) for group in groups]
+
+
+def _complete_cpu(group: dict[str, Any], each: str, shares: Mapping[str, int]) -> str:
+    """Fill in one group; `shares`: what each has of this machine's host, nothing elsewhere."""
+    spec = device_specs()[group["kind"]]
     example = "cpu=64GB+60GB/s+16threads"
     speed = [] if "spec" in group else [f"{spec.mem_gbps:g} GB/s"]
-    if host is None:
-        taken = {"threads": CPU_THREADS, "memory": spec.memory}
-    else:
-        whole = cpu_group(host)
-        taken = {"threads": max(1, whole["threads"] // count), "memory": whole["memory"] // count}
+    taken = {"threads": CPU_THREADS, "memory": spec.memory}
+    if shares:
+        memory = max(2 * MIB, shares["memory"])
+        taken = {"threads": max(1, shares["threads"]), "memory": memory}
         if "memory" not in group:
-            taken["reserve"] = whole["reserve"] // count
+            taken["reserve"] = min(shares["reserve"], memory - MIB)
     open_facts = {key: value for key, value in taken.items() if key not in group}
     group |= open_facts
     shown = [f"{group['threads']} threads"] if "threads" in open_facts else []
@@ -340,7 +350,7 @@ def _complete_cpu(group: dict[str, Any], host: Host | None) -> str:
         shown.append(f"{format_size(free)} of memory")
     if not shown and not speed:
         return ""
-    if host is None:
+    if not shares:
         return f"{each} has {', '.join(shown + speed)}; or say {example}"
     own = f"{each} is this machine's: {', '.join(shown)} free; " if shown else ""
     return own + (f"it reads {speed[0]} unless measured" if speed else "")

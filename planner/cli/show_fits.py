@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+BEYOND = " *"
+"""Behind contexts longer than the model's positions."""
+
+
 def show_fits(request: FitsRequest) -> None:
     """Answer on stdout; `DoesNotFitError` where nothing fits."""
     found = fit_answer(request)
@@ -62,6 +66,9 @@ def print_fits(console: Console, report: FitReport) -> None:
         each += f", layers with a window {window} a request at most"
     say(console, each)
     console.print(forms_table(report))
+    loads = (load for form in report.forms for load in form.loads)
+    if any(load.longest_context > report.max_context for load in loads):
+        say(console, f"{BEYOND.strip()}: beyond the model's {report.max_context:,} positions")
     source = GUESSES.get(report.indicator, "measured")
     unit = "1: all layers at 4 bits" if report.indicator == "generic" else "indicator's unit"
     say(console, f"loss of quality (0: none, {unit}): {report.indicator}, {source}")
@@ -99,7 +106,7 @@ def forms_table(report: FitReport) -> Table:
         cells = [form.weights, form.kv.removeprefix("kv"), _fits(form)]
         cells.append(shown_loss(form.quality_loss))
         for load in form.loads:
-            cells += [_context(load), _seconds(load.first_token_s), _rate(load.tokens_per_s)]
+            cells += [_context(load, report.max_context), _seconds(load.first_token_s), _rate(load.tokens_per_s)]
         table.add_row(*cells)
     return table
 
@@ -111,8 +118,9 @@ def _fits(form: BitsFit) -> str:
     return f"with {form.flags}" if form.flags else "yes"
 
 
-def _context(load: BatchFit) -> str:
-    return f"{load.longest_context:,}" if load.longest_context else "-"
+def _context(load: BatchFit, positions: int) -> str:
+    beyond = BEYOND if load.longest_context > positions else ""
+    return f"{load.longest_context:,}{beyond}" if load.longest_context else "-"
 
 
 def _seconds(seconds: float | None) -> str:

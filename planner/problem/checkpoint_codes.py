@@ -76,6 +76,8 @@ class OwnCodes:
     """Codes, and scales that are the same for every dtype."""
     scales: int = 0
     """Scales and zero points that the dtype sizes."""
+    centred: bool = True
+    """Whether they have no zero points."""
 
     def is_kept(self, scheme: WeightScheme) -> bool:
         """Whether a layer of this scheme keeps them."""
@@ -84,8 +86,16 @@ class OwnCodes:
         if self.name == "iq4":
             return scheme.bits == TABLE_BITS and scheme.group_size == TABLE_GROUP
         if self.name == "":
-            return scheme.bits == self.bits and self.group_size in (128, None)
+            own_grid = self.has_usual_groups or (
+                self.group_size == scheme.group_size and scheme.symmetric <= self.centred
+            )
+            return scheme.bits == self.bits and own_grid
         return scheme.bits == self.bits or (self.name != "e4m3" and scheme.bits == 8)
+
+    @property
+    def has_usual_groups(self) -> bool:
+        """Whether groups are those of every grid, so that zero points are those of the codes."""
+        return self.group_size in (128, None)
 
     def nbytes(self, dtype_bytes: int) -> int:
         """Return the bytes of the whole linear."""
@@ -127,6 +137,8 @@ def _other_bytes(
     for linear in _each_once(spec):
         codes = own.get(linear.kind)
         if codes is not None and codes.is_kept(scheme):
+            if codes.name == "" and not codes.has_usual_groups:
+                continue
             taken = codes.nbytes(dtype_bytes)
             if taken != scheme.nbytes(linear.out_features, linear.in_features, dtype_bytes):
                 yield linear.kind, taken
@@ -292,7 +304,7 @@ class _Directory:
         return next((name for name, end in states if f"{stem}.weight.{end}" in self._held), None)
 
     def _integers(self, linear: LinearShape, stems: Sequence[str]) -> OwnCodes | None:
-        """Return integers in groups of 128 or of whole rows."""
+        """Return integers in groups that kernels take."""
         names = [f"{stem}.{kind}" for stem in stems for kind in ("weight_packed", "qweight")]
         names = [name for name in names if name in self._held]
         if len(names) != len(stems):
@@ -307,7 +319,7 @@ class _Directory:
         if len(forms) > 1:
             return None
         ((bits, size),) = forms
-        if bits is None or size not in (0, 128):
+        if bits is None or size is None:
             return None
         zeros = any(f"{stem}.weight_zero_point" in self._held for stem in stems)
         centred = is_centred(self._described, zeros)
@@ -320,4 +332,5 @@ class _Directory:
             group_size=size or None,
             fixed_bytes=fixed,
             scales=scheme.nbytes(n, k, 1) - fixed,
+            centred=centred,
         )

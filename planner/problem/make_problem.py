@@ -42,9 +42,9 @@ from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.problem.stored_precisions import (
     Source,
     StoredLayer,
-    fp8_note,
     kept_grid,
     offered,
+    rounded_note,
     rounded_of_gguf,
     stored_layers,
     tells_layers,
@@ -156,15 +156,13 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
         quantization=quantization,
     )
     costs = CostBook(estimate=estimate, profile=profile, quantization=quantization)
+    rounded = _rounded_shares(stored, codes, spec, quantization)
     problem = Problem(
         spec=spec,
         cluster=cluster,
         workload=workload,
         choices=tuple(choices),
-        sensitivity=inputs.sensitivity
-        or generic_sensitivity(
-            spec, choices, kvs, rounded=_rounded_shares(stored, codes, spec, quantization)
-        ),
+        sensitivity=inputs.sensitivity or generic_sensitivity(spec, choices, kvs, rounded=rounded),
         costs=costs,
         theta=inputs.theta,
         objective=inputs.objective,
@@ -179,7 +177,7 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
         offered=layers,
     )
     _require_groups_agree(problem)
-    notes = [fp8_note(stored)]
+    notes = [rounded_note(stored, layers, rounded or {})]
     rounds = not stored or any(
         problem.sensitivity.omega(layer, p) for layer, own in enumerate(layers) for p in own
     )
@@ -441,6 +439,8 @@ def open_head(
 
 def parse_bits(text: str) -> tuple[Precision, ...]:
     """Read `3,4,8,16` or `w8a8,w4a16`."""
+    if not text.strip(" ,"):
+        raise ValueError("--bits is empty; expected bits such as 4 or 3,4,8, or leave it out")
     found = dict.fromkeys(Precision.parse(part) for part in text.replace(" ", "").split(","))
     return tuple(found)
 

@@ -22,9 +22,9 @@ On which grid a checkpoint's own codes are kept: groups of 32 or 64 weights, wit
     GGUF                             groups of 32
     GPTQ, AWQ, compressed-tensors    groups of 32 or 64, where all linears have the same
 
-CPUs keep them. On GPUs they are numbers that are rounded anew in groups of 128, which take fewer
-bytes, unless `--weight-group-size` asks for groups as they are stored. Codes of MXFP4, NVFP4 and
-bitsandbytes are kept on any grid (checkpoint_codes.py).
+Integers are kept on every device. GPUs take a GGUF file's as numbers that are rounded anew in
+groups of 128, which take fewer bytes, unless `--weight-group-size` asks for groups as they are
+stored. Codes of MXFP4, NVFP4 and bitsandbytes are kept on any grid (checkpoint_codes.py).
 """
 
 from __future__ import annotations
@@ -83,8 +83,6 @@ class StoredLayer:
 
     stored: Precision
     served: tuple[Precision, ...]
-    rounds_fp8: bool = False
-    """Whether it has FP8 linears beside codes of fewer bits, to which their numbers are rounded."""
     kinds: tuple[tuple[str, int], ...] = ()
     """Of a GGUF file: types of blocks, and how many weights have each."""
     others_beside: bool = False
@@ -480,18 +478,29 @@ def _layer(label: object, index: int, found: set[Precision], kept: Precision) ->
     (stored,) = found
     weight_only = Precision(f"w{stored.weight_bits}a16")
     served = tuple(dict.fromkeys((stored, weight_only)))
-    rounds = kept is Precision.W8A16 and stored.weight_bits < 8
-    return StoredLayer(stored=stored, served=served, rounds_fp8=rounds)
+    return StoredLayer(stored=stored, served=served)
 
 
-def fp8_note(layers: Sequence[StoredLayer]) -> str | None:
-    """Return a sentence on layers whose FP8 linears are rounded, None without such."""
-    rounded = [str(index) for index, layer in enumerate(layers) if layer.rounds_fp8]
+def rounded_note(
+    layers: Sequence[StoredLayer],
+    offers: Sequence[Sequence[Precision]],
+    shares: Mapping[Precision, Sequence[float]],
+) -> str | None:
+    """Return a sentence on linears that are rounded beside a layer's codes, None without such.
+
+    `offers`: what each layer may have. `shares`: of each layer's weights, what a precision rounds.
+    """
+    rounded = [
+        str(index)
+        for index, layer in enumerate(layers)
+        if layer.stored in shares and layer.stored in offers[index]
+        if shares[layer.stored][index] and not (layer.kinds or layer.others_beside)
+    ]
     if not rounded:
         return None
     return (
-        f"layers {', '.join(rounded)} hold FP8 linears beside integers of fewer bits: a layer has "
-        "one precision, so the FP8 numbers are rounded to the integers' bits"
+        f"layers {', '.join(rounded)} hold linears of more bits beside their codes: a layer has "
+        "one precision, so these are rounded to the codes' bits"
     )
 
 
@@ -555,7 +564,10 @@ def kept_grid(
 
     `asked`: weights that shall share a scale, where the user says so.
     """
-    if asked is None and not all(device.spec.is_cpu for device in devices):
-        return None
-    kept = gguf_grid(source) if is_gguf_file(source) else small_groups(source, spec)
+    if not is_gguf_file(source):
+        kept = small_groups(source, spec)
+    elif asked is None and not all(device.spec.is_cpu for device in devices):
+        kept = None
+    else:
+        kept = gguf_grid(source)
     return kept if kept is None or asked in (None, kept.group_size) else None

@@ -723,17 +723,44 @@ def test_every_architecture_gives_transformers_tokens(kind: str, tmp_path: Path)
     assert relative(logits(path, max_len=64)[0], want) < 2e-5
 
 
-def test_factors_of_positions_that_no_rule_makes_are_heeded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stretched", [1.0, 4.0])
+def test_factors_of_positions_that_no_rule_makes_are_heeded(
+    tmp_path: Path, stretched: float
+) -> None:
     path, model = tmp_path / "model.gguf", random_model("llama")
     factors = torch.linspace(1.0, 3.7, model.config.head_dim // 2)
     tensors = converted(model, "llama") | {"rope_freqs.weight": factors}
-    write(path, "llama", common(model.config, "llama"), tensors)
+    says = {"rope.scaling.type": "linear", "rope.scaling.factor": stretched}
+    more = says if stretched > 1 else {}
+    write(path, "llama", common(model.config, "llama") | more, tensors)
     with torch.no_grad():
         plain = model(torch.tensor([TOKENS])).logits[0]
-        model.model.rotary_emb.inv_freq /= factors
+        model.model.rotary_emb.inv_freq /= factors * stretched
         want = model(torch.tensor([TOKENS])).logits[0]
     assert relative(logits(path, max_len=64)[0], want) < 2e-5
     assert relative(plain, want) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("says", "factors", "message"),
+    [
+        ({"rope.scaling.attn_factor": 1.2}, False, "attn_factor=1.2.* is not supported without"),
+        ({"rope.scaling.attn_factor": 1.2}, True, "attn_factor=1.2.* is not supported without"),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+            True,
+            "'yarn' rope scaling beside the tensor 'rope_freqs.weight'",
+        ),
+    ],
+)
+def test_what_would_stretch_positions_further_is_refused(
+    tmp_path: Path, says: dict[str, Any], factors: bool, message: str
+) -> None:
+    path, model = tmp_path / "model.gguf", random_model("llama")
+    more = {"rope_freqs.weight": torch.ones(model.config.head_dim // 2)} if factors else {}
+    write(path, "llama", common(model.config, "llama") | says, converted(model, "llama") | more)
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.from_directory(path)
 
 
 FORMS = [kind for kind, weights, _ in BLOCKS.values() if weights > 1]
