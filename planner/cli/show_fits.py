@@ -106,7 +106,11 @@ def forms_table(report: FitReport) -> Table:
         cells = [form.weights, form.kv.removeprefix("kv"), _fits(form)]
         cells.append(shown_loss(form.quality_loss))
         for load in form.loads:
-            cells += [_context(load, report.max_context), _seconds(load.first_token_s), _rate(load.tokens_per_s)]
+            cells += [
+                _context(load, report.max_context),
+                _seconds(load.first_token_s),
+                _rate(load.tokens_per_s),
+            ]
         table.add_row(*cells)
     return table
 

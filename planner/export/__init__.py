@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,25 +79,41 @@ def _engines(request: ExportRequest, topology: Topology) -> Exported:
             + (" with different precisions" if request.to in CHECKPOINTS else "")
             + "; plan with llmpq-algo --engines 1, or export with --to vllm or sglang"
         )
-    nodes = {stage.node for stage in topology.stages}
-    if len(nodes) > 1:
-        raise ValueError(
-            f"--to {request.to} writes the servers of one machine, the plan's engines are on "
-            f"{len(nodes)} nodes; plan for each node by itself and export those plans"
-        )
+    nodes = [_node_of(plan, number, request.to) for number, plan in enumerate(plans)]
     each = [write(plan, spec) for plan in plans]
     ports = range(FIRST_PORT, FIRST_PORT + count)
     lines = [f"# {count} engines, a server each; a load balancer sends them these shares of rows:"]
+    blocks: dict[str, list[str]] = {node: [] for node in nodes}
     for number, (one, share, port) in enumerate(zip(each, topology.engines, ports, strict=True)):
         part = share.rows / topology.workload.batch
-        lines += [
+        blocks[nodes[number]] += [
             f"# engine {number}, port {port}: {part:.1%}",
             "(",
             f"{one.text.rstrip()} --port {port}",
             ") &",
         ]
+    if len(blocks) == 1:
+        lines += [*blocks[nodes[0]], "wait"]
+    else:
+        lines += ["# on every node: sh THIS-FILE NODE", 'case "$1" in']
+        for node, block in blocks.items():
+            lines += [f"{shlex.quote(node)})", *block, "wait ;;"]
+        wrong = shlex.quote(f"expected one of the nodes {', '.join(blocks)}")
+        lines += [f"*) echo {wrong} >&2; exit 2 ;;", "esac"]
     missing = dict.fromkeys(
         ["dealing rows to engines of unequal speed: each command is a server of its own"]
         + [line for one in each for line in one.not_expressed]
     )
-    return Exported(text="\n".join([*lines, "wait", ""]), not_expressed=tuple(missing))
+    return Exported(text="\n".join([*lines, ""]), not_expressed=tuple(missing))
+
+
+def _node_of(plan: Plan, number: int, to: str) -> str:
+    """Return the node of an engine; `ValueError` where it is on several."""
+    nodes = list(dict.fromkeys(stage.node for stage in plan.stages))
+    if len(nodes) > 1:
+        raise ValueError(
+            f"--to {to} writes servers of one machine each, the plan's engine {number} is on "
+            f"{len(nodes)} nodes ({', '.join(nodes)}); plan with llmpq-algo --engines 1, or run "
+            "the plan with llmpq-dist"
+        )
+    return nodes[0]

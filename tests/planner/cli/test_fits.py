@@ -400,3 +400,13 @@ def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) ->
     assert len(shown) > 10
     assert [line for line in printed if line in shown] == shown
     assert not re.search("omega|theta", block, flags=re.I)
+
+
+def test_contexts_beyond_the_positions_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["fits", "--model", "qwen3-14b", "--devices", "h200", "--bits", "4", "--kv", "16"]
+    for context, marked in (("8k", False), ("100k", True)):
+        assert main([*words, "--context", context]) == 0
+        text = capsys.readouterr().out
+        (row,) = [line for line in text.splitlines() if line.startswith(" 4 bits")]
+        assert (" *" in row) is marked
+        assert ("*: beyond the model's 40,960 positions" in text) is marked

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -211,6 +213,52 @@ def test_a_page_and_exports_have_every_engine(
     assert "--port 8000" in script and "--port 8001" in script
     assert main(["export", str(out), "--to", "llamacpp"]) == 2
     assert "--to llamacpp writes one engine's plan, this one has 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_engines_of_two_nodes_are_a_script_for_both(
+    two_engines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    data = json.loads((two_engines / "plan.json").read_text())
+    nodes = ["a box", "b's"]
+    for node, engine in zip(nodes, data["engines"], strict=True):
+        for stage in engine["plan"]["stages"]:
+            stage["node"] = node
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    script, words = tmp_path / "start.sh", tmp_path / "words"
+    capsys.readouterr()
+    plan = ["export", str(tmp_path / "plan.json"), "--to", to, "-o", str(script)]
+    assert main(plan) == 0, capsys.readouterr().err
+    for name in ("vllm", "python", "python3"):
+        stub = tmp_path / "bin" / name
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text(f'#!/bin/sh\necho "$@" >> {words}\n')
+        stub.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    for number, node in enumerate(nodes):
+        words.unlink(missing_ok=True)
+        subprocess.run(["sh", script, node], env=env, check=True, timeout=60)
+        (line,) = words.read_text().splitlines()
+        assert line.endswith(f"--port {8000 + number}")
+    done = subprocess.run(
+        ["sh", script, "c"], env=env, check=False, timeout=60, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (2, "expected one of the nodes a box, b's\n")
+
+
+def test_an_engine_over_two_nodes_beside_another_is_refused(
+    two_engines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads((two_engines / "plan.json").read_text())
+    stages = data["engines"][0]["plan"]["stages"]
+    stage = stages[0]
+    half = stage["layers"][1] // 2
+    more = {"device": "X-0", "node": "far", "precisions": stage["precisions"][half:]}
+    stages.append({**stage, **more, "layers": [half, stage["layers"][1]], "memory": None})
+    stages[0] = {**stage, "layers": [0, half], "precisions": stage["precisions"][:half]}
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "vllm"]) == 2
+    assert "the plan's engine 0 is on 2 nodes" in capsys.readouterr().err
 
 
 def test_files_that_are_no_topology_are_refused(two_engines: Path, tmp_path: Path) -> None:
