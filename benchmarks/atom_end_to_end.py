@@ -38,6 +38,7 @@ from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.gpu_timing import write_row
 from llmpq.kernels.weights.atom_weight import quantize_atom
 from llmpq.kernels.weights.weight import Weight
+from llmpq.member_memory import planned_shape
 from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -259,14 +260,9 @@ def largest_batch(spec: ModelSpec, precision: Precision, args: argparse.Namespac
         need = stage_memory(
             spec,
             plan.workload,
-            plan.precisions,
-            first=True,
-            last=True,
-            prefill_microbatch=plan.prefill_microbatch,
-            decode_microbatch=plan.decode_microbatch,
+            planned_shape(plan, 0, None, on_gpu=True),
             quantization=plan.settings(),
             context_bytes=parse_size(args.context) + parse_size(args.slack),
-            on_gpu=True,
         )
         fits, fails = (
             (batch, fails) if need.total_bytes <= parse_size(args.memory) else (fits, batch)

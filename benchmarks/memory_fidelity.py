@@ -24,6 +24,7 @@ from torch import Tensor
 
 from llmpq.devices.device_spec import DeviceSpec, canonical_kind, device_specs
 from llmpq.kernels.gpu_timing import write_row
+from llmpq.member_memory import planned_shape
 from llmpq.memory import StageMemory, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -61,11 +62,6 @@ class Drawn:
         """Whether it has the embedding."""
         return self.index == 0
 
-    @property
-    def last(self) -> bool:
-        """Whether it has the head."""
-        return self.index == len(self.plan.stages) - 1
-
 
 def draw(rng: random.Random) -> Drawn:
     """Return a stage of 2 to 8 layers, alone or with a one-layer neighbour on either side."""
@@ -101,16 +97,9 @@ def predict(drawn: Drawn, spec: DeviceSpec) -> StageMemory:
     return stage_memory(
         drawn.spec,
         plan.workload,
-        stage.precisions,
-        first=drawn.first,
-        last=drawn.last,
-        prefill_microbatch=plan.prefill_microbatch,
-        prefill_chunk=plan.prefill_chunk,
-        decode_microbatch=plan.decode_microbatch,
+        planned_shape(plan, drawn.index, spec, on_gpu=True),
         quantization=plan.settings(),
         context_bytes=spec.context,
-        on_gpu=True,
-        unpacks=spec.unpacks_weights,
         first_layer=stage.layers[0],
     )
 

@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
-from llmpq.memory import Quantization, StageMemory, of_member, stage_memory
+from dataclasses import replace
+
+from llmpq.devices.device_spec import DeviceSpec
+from llmpq.memory import Quantization, StageMemory, of_member, stage_memory, unpacks_prompts
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, Worker
+from llmpq.sizes.stage_shape import StageShape
+
+
+def planned_shape(
+    plan: Plan,
+    index: int,
+    device: DeviceSpec | None,
+    *,
+    on_gpu: bool,
+    quantization: Quantization | None = None,
+) -> StageShape:
+    """Return what decides the size of a stage's temporaries; `device`: None for unknown kinds.
+
+    `quantization`: as the plan was made for, where its file does not say all of it.
+    """
+    precisions = plan.stages[index].precisions
+    return StageShape(
+        precisions=precisions,
+        first=index == 0,
+        last=index == len(plan.stages) - 1,
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+        prefill_chunk=plan.prefill_chunk,
+        on_gpu=on_gpu,
+        unpacks=unpacks_prompts(device, precisions, quantization or plan.settings()),
+    )
 
 
 def member_memory(
-    plan: Plan,
-    worker: Worker,
-    spec: ModelSpec,
-    *,
-    quantization: Quantization,
-    context_bytes: int = 0,
-    on_gpu: bool = False,
-    unpacks: bool = True,
+    plan: Plan, worker: Worker, spec: ModelSpec, stage: StageShape, *, context_bytes: int = 0
 ) -> StageMemory:
     """Return what a device of a plan holds; the output matrix is the last stage's first device's.
 
-    Its weights and keys are those of `Member.own`; the other options are `stage_memory`'s.
+    Its weights and keys are those of `Member.own`; `stage`: of the whole stage.
     """
-    stage, member = worker.place, worker.member_of(spec)
+    member, quantization = worker.member_of(spec), plan.settings()
     return stage_memory(
         spec if member is None else member.own,
         plan.workload,
-        stage.precisions,
-        first=worker.stage == 0,
-        last=worker.leads and worker.stage == len(plan.stages) - 1,
-        prefill_microbatch=plan.prefill_microbatch,
-        prefill_chunk=plan.prefill_chunk,
-        decode_microbatch=plan.decode_microbatch,
+        replace(stage, last=stage.last and worker.leads),
         quantization=quantization if member is None else of_member(quantization, member),
         context_bytes=context_bytes,
-        on_gpu=on_gpu,
-        unpacks=unpacks,
-        first_layer=stage.layers[0],
+        first_layer=worker.place.layers[0],
     )

@@ -20,6 +20,7 @@ from llmpq.devices.device_spec import DeviceSpec
 from llmpq.model_spec import LinearShape, ModelSpec
 from llmpq.precision import K_PADDING, Precision, WeightScheme, default_scheme
 from llmpq.sizes.pool_size import planned_kv_bytes
+from llmpq.sizes.stage_shape import StageShape
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.tensor_parallel import Member
 from llmpq.workload import Workload
@@ -232,58 +233,40 @@ def unpacks_prompts(
 def stage_memory(
     spec: ModelSpec,
     workload: Workload,
-    precisions: Iterable[Precision],
+    stage: StageShape,
     *,
-    first: bool,
-    last: bool,
-    prefill_microbatch: int,
-    decode_microbatch: int,
     quantization: Quantization,
-    prefill_chunk: int | None = None,
     context_bytes: int = 0,
-    on_gpu: bool = False,
-    unpacks: bool = True,
     first_layer: int = 0,
 ) -> StageMemory:
-    """Return the memory of a stage that holds layers of the given precisions.
+    """Return the memory of a stage.
 
-    `prefill_chunk`: tokens of a prompt in a step at most, None for whole prompts. `first_layer`:
-    the number of its first layer, which decides what kind of MLP and which window its layers have.
+    `first_layer`: the number of its first layer, which decides what kind of MLP and which window
+    its layers have.
     """
-    layers = tuple(precisions)
+    layers = range(first_layer, first_layer + len(stage.precisions))
     dtype_bytes = workload.dtype_bytes
     weights = sum(
         layer_weight_bytes(spec.of_layer(index), p, quantization.of_layer(index), dtype_bytes)
-        for index, p in enumerate(layers, start=first_layer)
+        for index, p in zip(layers, stage.precisions, strict=True)
     )
     return StageMemory(
         weights_bytes=weights,
         embedding_bytes=embedding_bytes(
             spec,
-            first=first,
-            last=last,
+            first=stage.first,
+            last=stage.last,
             dtype_bytes=dtype_bytes,
             quantization=quantization,
-            on_gpu=on_gpu,
+            on_gpu=stage.on_gpu,
         ),
         kv_bytes=planned_kv_bytes(
             spec,
             workload,
-            range(first_layer, first_layer + len(layers)),
-            chunk=prefill_chunk,
-            prefill_microbatch=prefill_microbatch,
+            layers,
+            chunk=stage.prefill_chunk,
+            prefill_microbatch=stage.prefill_microbatch,
         ),
-        workspace_bytes=workspace_bytes(
-            spec,
-            workload,
-            precisions=layers,
-            first=first,
-            last=last,
-            prefill_microbatch=prefill_microbatch,
-            prefill_chunk=prefill_chunk,
-            decode_microbatch=decode_microbatch,
-            on_gpu=on_gpu,
-            unpacks=unpacks,
-        ),
+        workspace_bytes=workspace_bytes(spec, workload, stage),
         context_bytes=context_bytes,
     )

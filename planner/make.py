@@ -11,9 +11,8 @@ import operator
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from llmpq.checkpoints.gguf_file import is_model
@@ -223,33 +222,45 @@ def fit_here(
     return FitHere(data=as_json(found.report), text=fits_text(found.report), refusal=found.refusal)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanSearch:
+    """Which plans of a job are looked for, and how."""
+
+    bits: Sequence[Precision] | None = None
+    """What layers may have; None: whatever the planner offers."""
+    at_most: Sequence[Precision] = ()
+    """Bits that each layer may not have more than."""
+    prefer: Prefer = "quality"
+    windows: Sequence[int] = ()
+    """Batch sizes that will do instead of the workload's, best first: the first that fits is
+    taken."""
+    chunk: int | None = None
+    """Of prompts, where it has room."""
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
+    """By device, how many times as long as by the costs it takes."""
+    known: KnownPlan | None = None
+    """A plan to start from, and to compare with, where it is not `in_child`."""
+    in_child: bool = True
+    """Whether to solve in a child process, which takes half a second to start where this one has
+    threads."""
+    time_limit_s: float = TIME_LIMIT_S
+
+
 def plan_workload(
     model_dir: str | Path,
     cluster: Cluster,
     workload: Workload,
     *,
     costs: CostModel | None = None,
-    bits: Sequence[Precision] | None = None,
-    prefer: Prefer = "quality",
-    windows: Sequence[int] = (),
     head_bits: Literal[8, 16] | None = None,
-    time_limit_s: float = TIME_LIMIT_S,
     spec: ModelSpec | None = None,
-    chunk: int | None = None,
-    in_child: bool = True,
-    known: KnownPlan | None = None,
-    slowdowns: Mapping[str, float] = MappingProxyType({}),
-    at_most: Sequence[Precision] = (),
+    search: PlanSearch = PlanSearch(),
 ) -> MadePlan:
     """Return a plan of a job on the devices of a cluster; `DoesNotFitError` says what is short.
 
     `spec`: the model, where it has been read from the directory, or is none that has one.
-    `costs`: measured, of some kinds of device or all; the others are estimated. `windows`: batch
-    sizes that will do instead of the workload's, best first: the first that fits is taken.
-    `head_bits`: of the output matrix. `chunk`: of prompts, where it has room. `in_child`: solve in
-    a child process, which takes half a second to start where this one has threads. `known`: a plan
-    to start from, and to compare with, where it is not `in_child`. `slowdowns`: by device, how many
-    times as long as by the costs it takes. `at_most`: bits that each layer may not have more than.
+    `costs`: measured, of some kinds of device or all; the others are estimated. `head_bits`: of
+    the output matrix.
     """
     path = str(Path(model_dir))
     inputs = ProblemInputs(
@@ -257,22 +268,25 @@ def plan_workload(
         cluster=cluster,
         workload=workload,
         source=path if is_model(path) else None,
-        bits=None if bits is None else tuple(bits),
+        bits=None if search.bits is None else tuple(search.bits),
         profile=costs,
         head_bits=head_bits,
     )
     options = SolveOptions(
-        time_limit_s=time_limit_s,
+        time_limit_s=search.time_limit_s,
         kvs=(workload.kv,),
-        prefer=prefer,
+        prefer=search.prefer,
         names_flags=False,
-        chunk=chunk,
-        in_child=in_child,
-        known=known,
+        chunk=search.chunk,
+        in_child=search.in_child,
+        known=search.known,
     )
     usual = build_problem(inputs)
-    ways = [way.slowed(slowdowns).capped(at_most) for way in _ways(inputs, usual, prefer)]
-    best = _first_that_fits(ways, windows or (workload.batch,), options, path)
+    ways = [
+        way.slowed(search.slowdowns).capped(search.at_most)
+        for way in _ways(inputs, usual, search.prefer)
+    ]
+    best = _first_that_fits(ways, search.windows or (workload.batch,), options, path)
     work = best.problem.workload
     notes = [
         dtype_note(inputs.spec, cluster, work.dtype),
@@ -285,7 +299,7 @@ def plan_workload(
         plan=best.plan,
         seconds=best.outcome.seconds,
         notes=tuple(note for note in notes if note),
-        known_s=None if known is None else _known_s(best, known),
+        known_s=None if search.known is None else _known_s(best, search.known),
     )
 
 

@@ -12,10 +12,9 @@ import logging
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from llmpq.cluster import Cluster
@@ -27,18 +26,15 @@ from llmpq.devices.this_machine import assumed, this_machine, useful_threads
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.gpu_memory import cluster_within
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import KVPrecision, Precision
+from llmpq.precision import KVPrecision
 from llmpq.runtime.options import AUTO, EngineOptions
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 _log = logging.getLogger("llmpq.run")
 
 if TYPE_CHECKING:
-    from llmpq.planner.make import FitHere, MadePlan
-    from llmpq.planner.problem.known_plan import KnownPlan
+    from llmpq.planner.make import FitHere, MadePlan, PlanSearch
 
-PLAN_LIMIT_S = 60.0
-"""How long the planner may search."""
 DEFAULT_NEW_TOKENS = 64
 """New tokens of a row that does not say, where no plan does either."""
 MAX_WINDOW = 256
@@ -104,22 +100,15 @@ def plan_job(
     work: Workload,
     options: EngineOptions,
     *,
-    bits: Sequence[Precision] | None = None,
-    time_limit_s: float = PLAN_LIMIT_S,
     spec: ModelSpec | None = None,
-    chunk: int | None = None,
-    in_child: bool = True,
-    known: KnownPlan | None = None,
-    slowdowns: Mapping[str, float] = MappingProxyType({}),
-    at_most: Sequence[Precision] = (),
+    search: PlanSearch | None = None,
 ) -> MadePlan:
     """Return a plan of a job on a cluster's devices; a batch that does not fit is halved.
 
-    `bits`: what layers may have; None: whatever the planner offers. `spec`: the model, if known.
-    `chunk`, `in_child`, `known`, `slowdowns` and `at_most` as for `plan_workload`.
-    `profile` measures this machine's devices first and stores the costs.
+    `spec`: the model, if known. `EngineOptions.profile` measures this machine's devices first and
+    stores the costs.
     """
-    from llmpq.planner.make import plan_workload
+    from llmpq.planner.make import PlanSearch, plan_workload
 
     spec = spec or ModelSpec.from_directory(model_dir)
     if options.tensor_parallel_size > 1:
@@ -140,17 +129,13 @@ def plan_job(
         cluster,
         work,
         costs=costs,
-        bits=bits,
-        prefer=options.prefer or "quality",
         head_bits=options.head_bits,
-        windows=halved(work.batch),
-        time_limit_s=time_limit_s,
         spec=spec,
-        chunk=chunk,
-        in_child=in_child,
-        known=known,
-        slowdowns=slowdowns,
-        at_most=at_most,
+        search=replace(
+            search or PlanSearch(),
+            prefer=options.prefer or "quality",
+            windows=halved(work.batch),
+        ),
     )
     if options.head_bits is None and made.plan.settings().head_bits == 8:
         _log.warning(

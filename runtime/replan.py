@@ -177,34 +177,39 @@ class Replanner:
         slowdowns: Mapping[DeviceKey, float],
     ) -> MadePlan:
         """Return a plan of the same job with as many bits as fit."""
+        from llmpq.planner.make import PlanSearch
+
         floor, work = self._options.min_quality, self._job
         most = max(precision.weight_bits for precision in self._first.precisions)
         bits = [p for p in _WEIGHTS if floor <= p.weight_bits <= most]
         kvs = [kv for kv in _KVS[_KVS.index(work.kv) :] if kv is work.kv or kv.bits >= floor]
         names = {(was.node, was.index): name for name, was in remaining.devices.items()}
+        search = PlanSearch(
+            bits=None if self._is_stored else bits,
+            # What a layer lost for want of room it gets back, and no more than it had.
+            at_most=() if self._is_stored else self._first.precisions,
+            chunk=plan.prefill_chunk,
+            slowdowns={names[key]: f for key, f in slowdowns.items() if key in names},
+            known=known_plan(plan, names),
+            in_child=False,
+            time_limit_s=TIME_LIMIT_S,
+        )
         refusal: DoesNotFitError | None = None
         for kv in kvs:
-            search = partial(
+            planned = partial(
                 plan_job,
                 self._directory,
                 remaining.cluster,
                 work.model_copy(update={"kv": kv}),
                 replace(options, profile=False),
-                bits=None if self._is_stored else bits,
                 spec=self._spec,
-                chunk=plan.prefill_chunk,
-                in_child=False,
-                known=known_plan(plan, names),
-                slowdowns={names[key]: f for key, f in slowdowns.items() if key in names},
-                # What a layer lost for want of room it gets back, and no more than it had.
-                at_most=() if self._is_stored else self._first.precisions,
             )
             began_s = time.thread_time()
             try:
-                made = search(time_limit_s=TIME_LIMIT_S)
+                made = planned(search=search)
                 proven = made.plan.solver.status == "optimal"
                 if not proven and time.thread_time() - began_s < _WORK_S:
-                    made = search(time_limit_s=BUSY_LIMIT_S)
+                    made = planned(search=replace(search, time_limit_s=BUSY_LIMIT_S))
                 return made
             except DoesNotFitError as error:
                 refusal = error

@@ -11,13 +11,14 @@ Symbols: t tokens of a step with its padding, e bytes of an element; of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from llmpq.families.common.spec_values import Recurrent
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.stage_shape import StageShape
 from llmpq.sizes.state_size import PAIRED_TOKENS
 from llmpq.sizes.step_padding import gpu_padded
 from llmpq.workload import Workload, chunk_tokens
@@ -43,41 +44,31 @@ LIBRARY_BYTES = 66 << 20
 """cuBLAS takes 32 MiB on each of two streams, prompts' and graphs'; the rest is rounding (H200)."""
 
 
-def gpu_workspace_bytes(
-    spec: ModelSpec,
-    workload: Workload,
-    *,
-    precisions: Sequence[Precision],
-    first: bool,
-    last: bool,
-    prefill_microbatch: int,
-    decode_microbatch: int,
-    prefill_chunk: int | None = None,
-    unpacks: bool = True,
-) -> int:
+def gpu_workspace_bytes(spec: ModelSpec, workload: Workload, stage: StageShape) -> int:
     """Return the bytes beside weights and cache when a stage's prompts and tokens need most.
 
-    `prefill_chunk`: tokens of a prompt in a step at most. `unpacks`: whether long prompts meet a
-    packed weight as one dense matrix; on Hopper 8-bit ones meet cuBLAS in pieces, others not.
+    Where it does not unpack, on Hopper, 8-bit weights meet cuBLAS in pieces, others not.
     """
     e, kv = workload.dtype_bytes, workload.kv
-    chunk = chunk_tokens(workload.prompt_len, prefill_chunk)
+    chunk = chunk_tokens(workload.prompt_len, stage.prefill_chunk)
     # Messages between stages carry no padding.
-    tokens = (prefill_microbatch * chunk, decode_microbatch)
-    prefill = _Shape(prefill_microbatch, gpu_padded(tokens[0]), e, kv, fresh=True)
-    decode = _Shape(decode_microbatch, decode_microbatch, e, kv, fresh=False)
+    rows, decode_rows = stage.prefill_microbatch, stage.decode_microbatch
+    tokens = (rows * chunk, decode_rows)
+    prefill = _Shape(rows, gpu_padded(tokens[0]), e, kv, fresh=True)
+    decode = _Shape(decode_rows, decode_rows, e, kv, fresh=False)
     hidden = [count * spec.hidden * e for count in tokens]
-    inbox = 0 if first else INBOX_SLOTS * max(hidden)
+    inbox = 0 if stage.first else INBOX_SLOTS * max(hidden)
     moments = []
     for shape, output in zip((prefill, decode), hidden, strict=True):
         # The ids of the step's tokens where there is no inbox; the outputs before, on their way.
-        held = (8 * shape.tokens if first else 0) + (0 if last else OUTPUTS_LEAVING * output)
-        moments.append(held + _phase_bytes(spec, shape, precisions, last=last, unpacks=unpacks))
+        held = 8 * shape.tokens if stage.first else 0
+        held += 0 if stage.last else OUTPUTS_LEAVING * output
+        moments.append(held + _phase_bytes(spec, shape, stage))
     # Packed weights meet kernels of our own; cuBLAS multiplies dense ones and the head's.
-    dense = last or unpacks or any(p.weight_bits == 16 for p in precisions)
-    dense = dense or (prefill.tokens > PIECES_ABOVE and Precision.W8A16 in precisions)
+    dense = stage.last or stage.unpacks or any(p.weight_bits == 16 for p in stage.precisions)
+    dense = dense or (prefill.tokens > PIECES_ABOVE and Precision.W8A16 in stage.precisions)
     libraries = LIBRARY_BYTES if dense else 0
-    return libraries + inbox + _graph_bytes(spec, decode, first=first, last=last) + max(moments)
+    return libraries + inbox + _graph_bytes(spec, decode, stage) + max(moments)
 
 
 @lru_cache(maxsize=1 << 14)  # planners ask for every pair of sizes
@@ -105,29 +96,22 @@ class _Shape:
         return self.tokens * self.element_bytes
 
 
-def _phase_bytes(
-    spec: ModelSpec,
-    shape: _Shape,
-    precisions: Sequence[Precision],
-    *,
-    last: bool,
-    unpacks: bool,
-) -> int:
+def _phase_bytes(spec: ModelSpec, shape: _Shape, stage: StageShape) -> int:
     """Return the most that lives at once while one micro-batch passes through the layers."""
     moments = [0]
-    for quantized, eight in {(p.weight_bits < 16, p is Precision.W8A16) for p in precisions}:
+    for quantized, eight in {(p.weight_bits < 16, p is Precision.W8A16) for p in stage.precisions}:
         pieces = PIECE_BYTES if eight and shape.tokens > PIECES_ABOVE else 0
-        moments.append(_widest_moment(spec, shape, quantized, None if unpacks else pieces))
-    if last:
+        moments.append(_widest_moment(spec, shape, quantized, None if stage.unpacks else pieces))
+    if stage.last:
         e = shape.element_bytes
         moments.append(head_bytes(spec, tokens=shape.tokens, rows=shape.rows, element_bytes=e))
     return max(moments)
 
 
-def _graph_bytes(spec: ModelSpec, shape: _Shape, *, first: bool, last: bool) -> int:
+def _graph_bytes(spec: ModelSpec, shape: _Shape, stage: StageShape) -> int:
     """Return what a decode graph holds on to: its input, and its output or logits."""
-    given = 0 if first else shape.unit * spec.hidden
-    return given + (shape.unit * spec.vocab if last else shape.unit * spec.hidden)
+    given = 0 if stage.first else shape.unit * spec.hidden
+    return given + (shape.unit * spec.vocab if stage.last else shape.unit * spec.hidden)
 
 
 def _layer_moments(

@@ -1,6 +1,6 @@
 """The largest temporary of a stage: what one micro-batch needs beside weights and KV cache.
 
-On a CPU; `on_gpu` asks llmpq/sizes/gpu_workspace.py instead. The formulas follow
+On a CPU; a GPU's are in llmpq/sizes/gpu_workspace.py. The formulas follow
 runtime/models/layers.py moment by moment: what is alive while a
 line runs, in bytes. A test compares them with the tensors that really live
 (tests/runtime/models/test_memory.py).
@@ -11,12 +11,12 @@ Symbols: v rows, s tokens of a row, t = v s tokens, T keys in sight, e bytes of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import KVPrecision, Precision, padded_k
+from llmpq.precision import KVPrecision, padded_k
 from llmpq.sizes.gpu_workspace import gpu_workspace_bytes, head_bytes, wide_features
 from llmpq.sizes.kv_format import (
     BLOCK_TOKENS,
@@ -25,6 +25,7 @@ from llmpq.sizes.kv_format import (
     packed_blocks,
     padded_head_dim,
 )
+from llmpq.sizes.stage_shape import StageShape
 from llmpq.sizes.state_size import recurrence_bytes
 from llmpq.workload import Workload, chunk_tokens
 
@@ -46,55 +47,32 @@ QUERIES_AT_ONCE = 64
 """Queries of a chunk that attend to packed keys together (runtime/cache/cpu_packed_kv.py)."""
 
 
-def workspace_bytes(
-    spec: ModelSpec,
-    workload: Workload,
-    *,
-    precisions: Sequence[Precision],
-    last: bool,
-    prefill_microbatch: int,
-    decode_microbatch: int,
-    prefill_chunk: int | None = None,
-    first: bool = False,
-    on_gpu: bool = False,
-    unpacks: bool = True,
-) -> int:
+def workspace_bytes(spec: ModelSpec, workload: Workload, stage: StageShape) -> int:
     """Return the bytes of the largest temporary over both phases.
 
-    `prefill_chunk`: tokens of a prompt in a step at most, None for whole prompts. It depends on the
-    set of precisions only. A stage that is not the first also holds the hidden
+    It depends on the set of precisions only. A stage that is not the first also holds the hidden
     states it received. GPUs have moments of their own (llmpq/sizes/gpu_workspace.py).
     """
-    if on_gpu:
-        return gpu_workspace_bytes(
-            spec,
-            workload,
-            precisions=precisions,
-            first=first,
-            last=last,
-            prefill_microbatch=prefill_microbatch,
-            prefill_chunk=prefill_chunk,
-            decode_microbatch=decode_microbatch,
-            unpacks=unpacks,
-        )
+    if stage.on_gpu:
+        return gpu_workspace_bytes(spec, workload, stage)
     e = workload.dtype_bytes
     kv, prompt_len = workload.kv, workload.prompt_len
-    tokens = chunk_tokens(prompt_len, prefill_chunk)
+    tokens = chunk_tokens(prompt_len, stage.prefill_chunk)
     whole = tokens == prompt_len
-    prefill = _Shape(prefill_microbatch, tokens, prompt_len, e, kv, fresh=whole)
-    decode = _Shape(decode_microbatch, 1, workload.max_len, e, kv, fresh=False)
+    prefill = _Shape(stage.prefill_microbatch, tokens, prompt_len, e, kv, fresh=whole)
+    decode = _Shape(stage.decode_microbatch, 1, workload.max_len, e, kv, fresh=False)
     peaks = []
     for shape in (prefill, decode):
         streams = spec.stream_features - spec.hidden
-        received = 0 if first else shape.tokens * spec.hop_features * e
+        received = 0 if stage.first else shape.tokens * spec.hop_features * e
         # The layers' own inputs: made with three of their size, then held all through the stage.
         inputs = shape.tokens * spec.num_layers * spec.per_layer_dim * e
-        moments = [4 * inputs if first else 0]
-        for quantized in {p.weight_bits < 16 for p in precisions}:
+        moments = [4 * inputs if stage.first else 0]
+        for quantized in {p.weight_bits < 16 for p in stage.precisions}:
             # A layer holds its streams as it found them, as it predicts and as it corrects them.
             beside = inputs + 3 * shape.tokens * streams * e
             moments.append(beside + _widest_moment(spec, shape, quantized))
-        if last:
+        if stage.last:
             moments.append(head_bytes(spec, tokens=shape.tokens, rows=shape.rows, element_bytes=e))
         peaks.append(received + max(moments))
     return max(peaks)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from llmpq.cluster import Device
 from llmpq.errors import DoesNotFitError
-from llmpq.member_memory import member_memory
+from llmpq.member_memory import member_memory, planned_shape
 from llmpq.memory import StageMemory, stage_memory, unpacks_prompts
 from llmpq.plan import (
     ClusterRef,
@@ -46,6 +46,7 @@ from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
 from llmpq.planner.problem.problem import Problem
 from llmpq.precision import Precision
 from llmpq.sizes.prefix_states import with_prefix_states
+from llmpq.sizes.stage_shape import StageShape
 from llmpq.units import format_size
 from llmpq.version import __version__
 
@@ -153,15 +154,14 @@ def _with_members(p: Problem, plan: Plan, devices: Sequence[Device]) -> Plan:
 def _member_memory(p: Problem, plan: Plan, worker: Worker, device: Device) -> MemoryForm:
     own = device.joined[worker.member]
     context = 0 if device.spec.is_cpu else device.spec.context
-    needed = member_memory(
+    shape = planned_shape(
         plan,
-        worker,
-        p.spec,
-        quantization=plan.settings(),
-        context_bytes=context,
+        worker.stage,
+        device.spec,
         on_gpu=not device.spec.is_cpu,
-        unpacks=unpacks_prompts(device.spec, worker.place.precisions, p.quantization),
+        quantization=p.quantization,
     )
+    needed = member_memory(plan, worker, p.spec, shape, context_bytes=context)
     limit = own.limit_bytes
     if needed.total_bytes > limit:
         raise DoesNotFitError(
@@ -205,19 +205,22 @@ def assigned_memory(p: Problem, a: Assignment, position: int, device: Device) ->
     """Return what a device holds of an assignment's stage, as the runtime will allocate it."""
     stage = a.stages[position]
     precisions = stage_precisions(p, stage)
-    return stage_memory(
-        p.spec,
-        p.workload,
-        precisions,
+    shape = StageShape(
+        precisions=precisions,
         first=position == 0,
         last=position == len(a.stages) - 1,
         prefill_microbatch=a.prefill_microbatch,
-        prefill_chunk=p.chunk,
         decode_microbatch=a.decode_microbatch,
-        quantization=p.quantization,
-        context_bytes=device.spec.context,
+        prefill_chunk=p.chunk,
         on_gpu=not device.spec.is_cpu,
         unpacks=unpacks_prompts(device.spec, precisions, p.quantization),
+    )
+    return stage_memory(
+        p.spec,
+        p.workload,
+        shape,
+        quantization=p.quantization,
+        context_bytes=device.spec.context,
         first_layer=p.groups[stage.start][0],
     )
 

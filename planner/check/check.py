@@ -15,7 +15,8 @@ from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import LatencyEntry, Phase
 from llmpq.devices.joined_devices import group_of
 from llmpq.errors import BadPlanError, DoesNotFitError
-from llmpq.memory import stage_memory, unpacks_prompts
+from llmpq.member_memory import planned_shape
+from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, PoolForm, StagePlan
 from llmpq.plan_inputs import DeviceInput, LinkInput, PlanInputs
@@ -157,16 +158,9 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
     memory = stage_memory(
         spec,
         plan.workload,
-        stage.precisions,
-        first=position == 0,
-        last=position == len(plan.stages) - 1,
-        prefill_microbatch=plan.prefill_microbatch,
-        prefill_chunk=plan.prefill_chunk,
-        decode_microbatch=plan.decode_microbatch,
+        planned_shape(plan, position, device.spec, on_gpu=not device.spec.is_cpu),
         quantization=plan.settings(),
         context_bytes=device.spec.context,
-        on_gpu=not device.spec.is_cpu,
-        unpacks=unpacks_prompts(device.spec, stage.precisions, plan.settings()),
         first_layer=stage.layers[0],
     )
     needed = memory.total_bytes

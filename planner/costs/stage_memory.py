@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -30,19 +31,19 @@ from llmpq.memory import (
 )
 from llmpq.precision import Precision
 from llmpq.sizes.pool_size import kv_kinds, planned_kv_bytes
+from llmpq.sizes.stage_shape import StageShape
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.tensor_parallel import Member
 
 if TYPE_CHECKING:
     from llmpq.cluster import Device
+    from llmpq.model_spec import ModelSpec
     from llmpq.planner.problem.problem import DeviceClass, Problem
 
 DENSE, PACKED, MIXED = 0, 1, 2
 """Sorts of stages: every layer of 16 bits, every layer of fewer, both."""
 NEVER = -(2**60)
 """Bytes left for a stage that cannot be."""
-
-
 _SORTS = np.array([DENSE, DENSE, PACKED, MIXED])
 
 
@@ -77,18 +78,23 @@ def layer_bytes(p: Problem) -> NDArray[np.int64]:
 
 def largest_weights(p: Problem) -> NDArray[np.int64]:
     """[B] weights of the largest layer of the model."""
-    return np.asarray(_weights(p, range(p.spec.num_layers)).max(axis=0))
+    return np.asarray(_weights_of_layers(p, range(p.spec.num_layers)).max(axis=0))
 
 
 def weights_of_groups(p: Problem) -> NDArray[np.int64]:
     """[L, B] weights of the layers, or groups of layers, each by itself."""
-    kinds = [(p.spec.of_layer(i), p.quantization.of_layer(i)) for i in range(p.spec.num_layers)]
+    each = _weights_of_layers(p, range(p.spec.num_layers))
+    return np.array([each[start:end].sum(axis=0) for start, end in p.groups])
+
+
+def _weights_of_layers(p: Problem, layers: Iterable[int]) -> NDArray[np.int64]:
+    """[layers, B] weights of some layers of the model."""
+    kinds = [(p.spec.of_layer(i), p.quantization.of_layer(i)) for i in layers]
     known = {
         (spec, grid): [layer_weight_bytes(spec, b, grid, p.workload.dtype_bytes) for b in p.choices]
         for spec, grid in dict.fromkeys(kinds)
     }
-    each = np.array([known[kind] for kind in kinds], dtype=np.int64)
-    return np.array([each[start:end].sum(axis=0) for start, end in p.groups])
+    return np.array([known[kind] for kind in kinds], dtype=np.int64)
 
 
 UNLIKE = 1.1
@@ -107,12 +113,7 @@ def unlike_bytes(p: Problem) -> NDArray[np.int64] | None:
         return None
     if spec.dense_layers == tuple(range(len(spec.dense_layers))) and not spec.without_mlp:
         return None
-    kinds = [(spec.of_layer(i), p.quantization.of_layer(i)) for i in range(spec.num_layers)]
-    known = {
-        kind: [layer_weight_bytes(kind[0], b, kind[1], p.workload.dtype_bytes) for b in p.choices]
-        for kind in dict.fromkeys(kinds)
-    }
-    weights = np.array([known[kind] for kind in kinds], dtype=np.int64)
+    weights = _weights_of_layers(p, range(spec.num_layers))
     if (weights.max(axis=0) * len(weights) <= UNLIKE * weights.sum(axis=0)).all():
         return None
     return np.asarray(weights + p.kv_bytes_of_layers[:, None])
@@ -155,18 +156,6 @@ def _above_mean(p: Problem, *, first: bool, last: bool) -> int:
     return int((above[1:-1] - lowest)[1:].max(initial=0))
 
 
-def _weights(p: Problem, layers: Iterable[int]) -> NDArray[np.int64]:
-    """[kinds, B] weights of the layers, one of each kind."""
-    kinds = dict.fromkeys((p.spec.of_layer(i), p.quantization.of_layer(i)) for i in layers)
-    return np.array(
-        [
-            [layer_weight_bytes(spec, b, grid, p.workload.dtype_bytes) for b in p.choices]
-            for spec, grid in kinds
-        ],
-        dtype=np.int64,
-    )
-
-
 def _smaller_layers(p: Problem, room: int, sort: int) -> int:
     """Return by how much a first stage's layers take less than as many of the largest kind.
 
@@ -177,7 +166,7 @@ def _smaller_layers(p: Problem, room: int, sort: int) -> int:
     if not dense or room <= 0 or p.unlike_bytes is not None:
         return 0
     allowed = choices_of(p.choices, sort)
-    own = _weights(p, dense).max(axis=0)
+    own = _weights_of_layers(p, dense).max(axis=0)
     whole = layer_bytes(p)
     by_themselves = whole - p.weights + own
     count = min(len(dense), room // int(by_themselves[allowed].max()))
@@ -191,96 +180,62 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
     """
     table = np.full((len(p.classes), 2, 2, 3), NEVER, dtype=np.int64)
     kinds = {_memory_kind(p, cls) for cls in p.classes}
-    sorts = _sorts(p.choices)
     for first, last in product((False, True), repeat=2):
-        ends = {
-            on_gpu: embedding_bytes(
-                p.spec,
-                first=first,
-                last=last,
-                dtype_bytes=p.workload.dtype_bytes,
-                quantization=p.quantization,
-                on_gpu=on_gpu,
-            )
-            for on_gpu in (False, True)
-        }
         known = p.unlike_bytes is not None  # with every layer's own KV
         kv_above = 0 if known else _above_mean(p, first=first, last=last)
-        for sort, precisions in sorts.items():
-            workspace = {
-                (on_gpu, unpacks): workspace_bytes(
-                    p.spec,
-                    p.workload,
+        for sort, precisions in _sorts(p.choices).items():
+            shapes = {
+                (on_gpu, unpacks): StageShape(
                     precisions=precisions,
                     first=first,
                     last=last,
                     prefill_microbatch=eta,
-                    prefill_chunk=p.chunk,
                     decode_microbatch=xi,
+                    prefill_chunk=p.chunk,
                     on_gpu=on_gpu,
                     unpacks=unpacks,
                 )
                 for on_gpu, unpacks in kinds
             }
+            beside = {kind: _bytes_beside(p, p.spec, shape) for kind, shape in shapes.items()}
             for index, cls in enumerate(p.classes):
-                if cls.first.joined:
-                    room = _room_of_members(p, cls.first, precisions, (first, last), (eta, xi))
-                    room -= kv_above
-                    room += _smaller_layers(p, room, sort) if first else 0
-                    table[index, int(first), int(last), sort] = room
-                    continue
-                fixed = (
-                    cls.first.spec.context
-                    + kv_above
-                    + ends[not cls.first.spec.is_cpu]
-                    + workspace[_memory_kind(p, cls)]
-                )
-                room = cls.first.limit_bytes - fixed
+                device, kind = cls.first, _memory_kind(p, cls)
+                if device.joined:
+                    room = _room_of_members(p, device, shapes[kind])
+                else:
+                    room = device.limit_bytes - device.spec.context - beside[kind]
+                room -= kv_above
                 room += _smaller_layers(p, room, sort) if first else 0
                 table[index, int(first), int(last), sort] = room
     return table
 
 
-def _room_of_members(
-    p: Problem,
-    group: Device,
-    precisions: Sequence[Precision],
-    ends: tuple[bool, bool],
-    sizes: tuple[int, int],
-) -> int:
-    """Return the bytes of layers for which every device of a group has room for its part.
+def _bytes_beside(p: Problem, spec: ModelSpec, stage: StageShape) -> int:
+    """Return what a device of a stage holds beside its layers of `spec` and its context."""
+    ends = embedding_bytes(
+        p.spec,
+        first=stage.first,
+        last=stage.last,
+        dtype_bytes=p.workload.dtype_bytes,
+        quantization=p.quantization,
+        on_gpu=stage.on_gpu,
+    )
+    return ends + workspace_bytes(spec, p.workload, stage)
 
-    `ends`: whether the stage is the first, the last; `sizes`: of micro-batches of either phase.
-    """
+
+def _room_of_members(p: Problem, group: Device, stage: StageShape) -> int:
+    """Return the bytes of layers for which every device of a group has room for its part."""
     rooms = []
     for index, device in enumerate(group.joined):
         member, part = _member(p, group.shares, index)
-        first, last = ends[0], ends[1] and index == 0
-        on_gpu = not device.spec.is_cpu
-        fixed = (
-            device.spec.context
-            + embedding_bytes(
-                p.spec,
-                first=first,
-                last=last,
-                dtype_bytes=p.workload.dtype_bytes,
-                quantization=p.quantization,
-                on_gpu=on_gpu,
-            )
-            + workspace_bytes(
-                member.own,
-                p.workload,
-                precisions=precisions,
-                first=first,
-                last=last,
-                prefill_microbatch=sizes[0],
-                prefill_chunk=p.chunk,
-                decode_microbatch=sizes[1],
-                on_gpu=on_gpu,
-                unpacks=unpacks_prompts(device.spec, p.choices, p.quantization),
-            )
+        own = replace(
+            stage,
+            last=stage.last and index == 0,
+            on_gpu=not device.spec.is_cpu,
+            unpacks=unpacks_prompts(device.spec, p.choices, p.quantization),
         )
-        rooms.append((device.limit_bytes - fixed) / part)
+        beside = device.spec.context + _bytes_beside(p, member.own, own)
+        rooms.append((device.limit_bytes - beside) / part)
     return math.floor(min(rooms))
 
 

@@ -7,13 +7,15 @@ stage on every device; the speed-up is that of the formulas the runtime obeys
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llmpq.capabilities import execution_modes, lacking_sentence
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.checkpoints.stored_head import has_mtp_head
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel
 from llmpq.errors import DoesNotFitError
-from llmpq.memory import unpacks_prompts
+from llmpq.member_memory import planned_shape
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, Speculation
 from llmpq.sizes.prefix_states import with_prefix_states
@@ -121,26 +123,11 @@ def round_bytes(
     A verify of gamma + 1 tokens a request works with what a decode step of so many times as many
     requests does: on the last stage, with as many logits.
     """
-    stage = plan.stages[index]
-
-    def workspace(rows: int) -> int:
-        return workspace_bytes(
-            spec,
-            plan.workload,
-            precisions=stage.precisions,
-            first=index == 0,
-            last=index == len(plan.stages) - 1,
-            prefill_microbatch=plan.prefill_microbatch,
-            prefill_chunk=plan.prefill_chunk,
-            decode_microbatch=rows,
-            on_gpu=not device.spec.is_cpu,
-            unpacks=unpacks_prompts(device.spec, stage.precisions, plan.settings()),
-        )
-
-    rows = plan.decode_microbatch
-    verify = max(0, workspace(rows * (gamma + 1)) - workspace(rows))
+    decode = planned_shape(plan, index, device.spec, on_gpu=not device.spec.is_cpu)
+    verify = replace(decode, decode_microbatch=plan.decode_microbatch * (gamma + 1))
+    ends = [workspace_bytes(spec, plan.workload, shape) for shape in (decode, verify)]
     own = (rank for rank, worker in enumerate(plan.workers) if worker.stage == index)
-    return sum(draft_bytes(plan, spec, rank, mode) for rank in own) + verify
+    return sum(draft_bytes(plan, spec, rank, mode) for rank in own) + max(0, ends[1] - ends[0])
 
 
 def _added(

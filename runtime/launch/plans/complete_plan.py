@@ -16,9 +16,9 @@ from llmpq.capabilities import execution_modes, require
 from llmpq.cost_model import CostModel
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
-from llmpq.memory import unpacks_prompts
+from llmpq.member_memory import planned_shape
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import MemoryForm, Plan, PoolForm, StagePlan
+from llmpq.plan import MemoryForm, Plan, PoolForm
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.options import AUTO, EngineOptions
@@ -34,7 +34,7 @@ from llmpq.speculation import (
     usable_modes,
 )
 from llmpq.units import format_size
-from llmpq.workload import CHUNK_TOKENS, Workload
+from llmpq.workload import CHUNK_TOKENS
 
 _log = logging.getLogger("llmpq.run")
 
@@ -91,12 +91,14 @@ def _with_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> Plan:
     plan = plan.model_copy(update={"prefill_chunk": chunk})
     eta = plan.prefill_microbatch
     stages = []
-    for stage in plan.stages:
+    for index, stage in enumerate(plan.stages):
         memory = stage.memory
         if memory is not None:
+            device = device_specs().get(stage.kind)
+            shape = planned_shape(plan, index, device, on_gpu=not stage.is_cpu)
             layers = range(*stage.layers)
             kv_bytes = planned_kv_bytes(spec, workload, layers, chunk=chunk, prefill_microbatch=eta)
-            memory = _changed(memory, kv_bytes, _workspace_bytes(plan, spec, stage, workload))
+            memory = _changed(memory, kv_bytes, workspace_bytes(spec, workload, shape))
             short = memory.least_bytes - memory.limit_bytes
             if short > 0:
                 raise DoesNotFitError(
@@ -108,23 +110,6 @@ def _with_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> Plan:
     kept = with_prefix_states(stages, spec, workload)
     pool = PoolForm.planned(spec, workload, kept, chunk=chunk, prefill_microbatch=eta)
     return plan.model_copy(update={"workload": workload, "stages": kept, "pool": pool})
-
-
-def _workspace_bytes(plan: Plan, spec: ModelSpec, stage: StagePlan, workload: Workload) -> int:
-    """Return the largest temporary of a stage at this workload's KV precision."""
-    device = device_specs().get(stage.kind)
-    return workspace_bytes(
-        spec,
-        workload,
-        precisions=stage.precisions,
-        first=stage is plan.stages[0],
-        last=stage is plan.stages[-1],
-        prefill_microbatch=plan.prefill_microbatch,
-        prefill_chunk=plan.prefill_chunk,
-        decode_microbatch=plan.decode_microbatch,
-        on_gpu=not stage.is_cpu,
-        unpacks=unpacks_prompts(device, stage.precisions, plan.settings()),
-    )
 
 
 def _changed(memory: MemoryForm, kv_bytes: int, workspace_bytes: int) -> MemoryForm:

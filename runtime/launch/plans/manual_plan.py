@@ -13,7 +13,7 @@ from llmpq.cluster import Device
 from llmpq.devices.device_spec import canonical_kind
 from llmpq.devices.this_machine import useful_threads
 from llmpq.errors import DoesNotFitError
-from llmpq.member_memory import member_memory
+from llmpq.member_memory import member_memory, planned_shape
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import (
     ClusterRef,
@@ -226,14 +226,8 @@ def _memory_of(
 ) -> MemoryForm:
     """Return a device's memory: what its part needs, and KV in the rest of a limit."""
     stage = worker.place
-    needed = member_memory(
-        plan,
-        worker,
-        spec,
-        quantization=plan.settings(),
-        context_bytes=CONTEXT_BYTES,
-        on_gpu=True,
-    )
+    shape = planned_shape(plan, worker.stage, None, on_gpu=True)
+    needed = member_memory(plan, worker, spec, shape, context_bytes=CONTEXT_BYTES)
     room = limit - (needed.total_bytes - needed.kv_bytes)
     each = -(-needed.kv_bytes // plan.workload.batch)
     if room < each:

@@ -8,7 +8,7 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.devices.joined_devices import group_of, joined, one_group
-from llmpq.member_memory import member_memory
+from llmpq.member_memory import member_memory, planned_shape
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main as planner
@@ -104,7 +104,8 @@ def test_a_plan_of_groups_says_what_each_device_holds(
     for worker in plan.workers:
         memory, place = worker.place.memory, worker.place
         assert memory is not None and memory.total_bytes <= memory.limit_bytes
-        own = member_memory(plan, worker, spec, quantization=plan.settings(), on_gpu=True)
+        shape = planned_shape(plan, worker.stage, None, on_gpu=True)
+        own = member_memory(plan, worker, spec, shape)
         assert memory.weights_bytes == own.weights_bytes and memory.kv_bytes == own.kv_bytes
         assert place.kind in place.device
     said = capsys.readouterr().out

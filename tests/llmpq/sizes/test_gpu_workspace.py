@@ -12,6 +12,7 @@ from llmpq.sizes.gpu_workspace import (
     SHARES_BYTES,
     gpu_workspace_bytes,
 )
+from llmpq.sizes.stage_shape import StageShape
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.pure
@@ -40,11 +41,13 @@ def beside(
     found = gpu_workspace_bytes(
         spec,
         work,
-        precisions=[precision],
-        first=first,
-        last=last,
-        prefill_microbatch=job.get("prefill", 32),
-        decode_microbatch=job.get("decode", 32),
+        StageShape(
+            precisions=[precision],
+            first=first,
+            last=last,
+            prefill_microbatch=job.get("prefill", 32),
+            decode_microbatch=job.get("decode", 32),
+        ),
     )
     return found - LIBRARY_BYTES
 
@@ -76,7 +79,7 @@ def test_hopper_does_not_unpack() -> None:
     work = Workload(batch=32, prompt_len=64, gen_len=100, dtype="bfloat16")
     sizes = {"first": True, "last": True, "prefill_microbatch": 5, "decode_microbatch": 5}
     found = [
-        gpu_workspace_bytes(LLAMA, work, precisions=[PACKED], unpacks=unpacks, **sizes)
+        gpu_workspace_bytes(LLAMA, work, StageShape(precisions=[PACKED], unpacks=unpacks, **sizes))
         for unpacks in (True, False)
     ]
     assert found[0] - found[1] == 2 * 2 * F * H - SHARES_BYTES
@@ -86,7 +89,8 @@ def test_hopper_makes_8_bit_weights_dense_in_pieces_beside_many_tokens() -> None
     def found(precision: Precision, rows: int, *, unpacks: bool) -> int:
         work = Workload(batch=32, prompt_len=64, gen_len=100, dtype="bfloat16")
         sizes = {"first": True, "last": True, "prefill_microbatch": rows, "decode_microbatch": 1}
-        return gpu_workspace_bytes(LLAMA, work, precisions=[precision], unpacks=unpacks, **sizes)
+        stage = StageShape(precisions=[precision], unpacks=unpacks, **sizes)
+        return gpu_workspace_bytes(LLAMA, work, stage)
 
     eight = Precision.W8A16
     assert found(eight, 8, unpacks=False) == found(PACKED, 8, unpacks=False)
@@ -103,7 +107,9 @@ def test_packed_weights_alone_need_no_library() -> None:
     sizes = {"first": True, "prefill_microbatch": 2, "decode_microbatch": 2, "unpacks": False}
 
     def found(*precisions: Precision, last: bool = False) -> int:
-        return gpu_workspace_bytes(LLAMA, work, precisions=precisions, last=last, **sizes)
+        return gpu_workspace_bytes(
+            LLAMA, work, StageShape(precisions=precisions, last=last, **sizes)
+        )
 
     assert found(PACKED, PLAIN) - found(PACKED) == LIBRARY_BYTES
     assert found(PACKED, PLAIN, last=True) == found(PACKED, last=True)
@@ -136,7 +142,8 @@ def test_experts_hold_what_was_sent_to_them() -> None:
     sizes = {"first": True, "last": True, "prefill_microbatch": 4, "decode_microbatch": 4}
     spec = ModelSpec.by_name("mixtral-8x7b")
     dense = dataclasses.replace(spec, experts=0, experts_per_token=0)
-    found, one = (gpu_workspace_bytes(s, work, precisions=[PLAIN], **sizes) for s in (spec, dense))
+    stage = StageShape(precisions=[PLAIN], **sizes)
+    found, one = (gpu_workspace_bytes(s, work, stage) for s in (spec, dense))
     tokens, f, h = 4 * 256, spec.ffn, spec.hidden
     routed = tokens * (4 * 8 + 2 * 36)
     # Beside the stream: two experts' hidden features of every token, gate and up and their product.

@@ -17,6 +17,7 @@ from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.make import make_plan
 from llmpq.precision import Precision
+from llmpq.sizes.stage_shape import StageShape
 from llmpq.units import format_size
 from llmpq.workload import Workload
 
@@ -80,15 +81,15 @@ def test_infeasible_text_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     whole = stage_memory(
         spec,
         work,
-        [Precision.W3A16] * 48,
-        first=True,
-        last=True,
-        prefill_microbatch=1,
-        prefill_chunk=128,
-        decode_microbatch=1,
+        StageShape(
+            precisions=[Precision.W3A16] * 48,
+            first=True,
+            last=True,
+            prefill_chunk=128,
+            on_gpu=True,
+        ),
         quantization=Quantization(),
         context_bytes=device_specs()["T4"].context,
-        on_gpu=True,
     )
     short = whole.total_bytes - device_specs()["T4"].memory
     words = "--device-names T4 --device-numbers 1 --model opt-30b --bits 3 --global_bz 8"

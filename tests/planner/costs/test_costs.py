@@ -18,6 +18,7 @@ from llmpq.planner.costs.stage_memory import DENSE, MIXED, PACKED
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.problem import Problem
 from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.stage_shape import StageShape
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.pure
@@ -164,13 +165,16 @@ def test_estimate_is_near_measured_layers(kind: str, phase: Phase, measured_ms: 
 
 def test_a_stage_of_two_precisions_has_room_for_the_workspaces_of_both() -> None:
     p = _problem("--device-names H200 --device-numbers 2 --model opt-13b --global_bz 4 --s 512")
-    device, shape = p.classes[0].first, {"prefill_microbatch": 1, "decode_microbatch": 4}
+    device = p.classes[0].first
     needed = []
     for choices in ((Precision.W16A16,), (Precision.W4A16,), (Precision.W16A16, Precision.W4A16)):
+        stage = StageShape(
+            precisions=choices, first=True, decode_microbatch=4, on_gpu=True, unpacks=False
+        )
+        context = device.spec.context
         memory = stage_memory(
-            p.spec, p.workload, choices, first=True, last=False, quantization=p.quantization,
-            context_bytes=device.spec.context, on_gpu=True, unpacks=False, **shape,
-        )  # fmt: skip
+            p.spec, p.workload, stage, quantization=p.quantization, context_bytes=context
+        )
         needed.append(memory.total_bytes - memory.weights_bytes - memory.kv_bytes)
     assert needed[2] > max(needed[:2])
     left = p.numbers(1, 4).capacity[0, 1, 0]

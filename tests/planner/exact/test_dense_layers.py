@@ -16,6 +16,7 @@ from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
 from llmpq.precision import Precision
+from llmpq.sizes.stage_shape import StageShape
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
@@ -38,19 +39,17 @@ def sized_to(memory: int, p: Problem) -> Problem:
 def needed(p: Problem, choices: tuple[int, ...], *, last: bool) -> int:
     """Return what a first stage of these layers takes, layer by layer."""
     device = p.cluster.devices[0]
-    return stage_memory(
-        p.spec,
-        p.workload,
-        [p.choices[b] for b in choices],
+    stage = StageShape(
+        precisions=[p.choices[b] for b in choices],
         first=True,
         last=last,
-        prefill_microbatch=1,
-        decode_microbatch=1,
-        quantization=p.quantization,
         prefill_chunk=p.chunk,
-        context_bytes=device.spec.context,
         on_gpu=True,
         unpacks=device.spec.unpacks_weights,
+    )
+    context = device.spec.context
+    return stage_memory(
+        p.spec, p.workload, stage, quantization=p.quantization, context_bytes=context
     ).total_bytes
 
 

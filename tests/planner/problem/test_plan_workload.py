@@ -9,7 +9,7 @@ import pytest
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.__main__ import main
-from llmpq.planner.make import plan_workload
+from llmpq.planner.make import PlanSearch, plan_workload
 from llmpq.precision import Precision
 from llmpq.workload import Workload
 
@@ -48,18 +48,19 @@ def test_layers_give_up_no_more_than_they_must():
 def test_the_window_shrinks_before_bits_do():
     size = "64 MiB"
     job = JOB.model_copy(update={"batch": 256})
-    made = plan_workload(MODEL, cpus(size), job, windows=(256, 128, 64, 32, 16, 8, 4, 2, 1))
+    windows = (256, 128, 64, 32, 16, 8, 4, 2, 1)
+    made = plan_workload(MODEL, cpus(size), job, search=PlanSearch(windows=windows))
     assert 8 <= made.plan.workload.batch < 256
     assert set(made.plan.precisions) == {Precision.W16A16}
 
 
 def test_what_does_not_fit_at_all_is_refused():
     with pytest.raises(DoesNotFitError, match="short by"):
-        plan_workload(MODEL, cpus("6 MiB"), JOB, windows=(8, 4, 2, 1))
+        plan_workload(MODEL, cpus("6 MiB"), JOB, search=PlanSearch(windows=(8, 4, 2, 1)))
 
 
 def test_bits_that_are_asked_for_are_kept():
-    made = plan_workload(MODEL, cpus("1 GiB"), JOB, bits=[Precision.W4A16])
+    made = plan_workload(MODEL, cpus("1 GiB"), JOB, search=PlanSearch(bits=[Precision.W4A16]))
     assert set(made.plan.precisions) == {Precision.W4A16}
 
 

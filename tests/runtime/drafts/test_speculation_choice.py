@@ -17,6 +17,7 @@ from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation
 from llmpq.runtime.launch.plans.complete_plan import complete_plan, decide_drafts
 from llmpq.runtime.options import EngineOptions, as_flags
 from llmpq.runtime.request import Request
+from llmpq.sizes.stage_shape import StageShape
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
     MAX_GAMMA,
@@ -491,10 +492,12 @@ def test_the_kv_precision_of_a_plan_can_be_changed(demo_model, make_plan):
     assert after.workspace_bytes == workspace_bytes(
         spec,
         changed,
-        precisions=stage.precisions,
-        last=True,
-        prefill_microbatch=plan.prefill_microbatch,
-        decode_microbatch=plan.decode_microbatch,
+        StageShape(
+            precisions=stage.precisions,
+            last=True,
+            prefill_microbatch=plan.prefill_microbatch,
+            decode_microbatch=plan.decode_microbatch,
+        ),
     )
     assert after.total_bytes == after.kv_bytes + after.workspace_bytes + 1000
     with pytest.raises(DoesNotFitError, match=r"CPU-0 has no room for a kv16 cache: short by"):

@@ -30,6 +30,7 @@ from llmpq.runtime.step import RaggedStep
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import kv_pool_bytes, pool_blocks
 from llmpq.sizes.pool_size import PoolSize
+from llmpq.sizes.stage_shape import StageShape
 from llmpq.sizes.workspace import DEQUANTIZE_WEIGHTS, KV_PIECE_ELEMENTS, workspace_bytes
 from llmpq.workload import Workload
 from reference.pipeline import ReferencePipeline
@@ -251,11 +252,13 @@ def whole_stage(spec, workload, precision):
     return workspace_bytes(
         spec,
         workload,
-        precisions=pipeline_precisions(precision),
-        first=True,
-        last=True,
-        prefill_microbatch=BATCH,
-        decode_microbatch=BATCH,
+        StageShape(
+            precisions=pipeline_precisions(precision),
+            first=True,
+            last=True,
+            prefill_microbatch=BATCH,
+            decode_microbatch=BATCH,
+        ),
     )
 
 
@@ -326,12 +329,14 @@ def test_chunks_of_long_prompts_are_predicted_within_5_percent(kv, dtype, chunk,
     predicted = workspace_bytes(
         spec,
         workload,
-        precisions=pipeline_precisions("w16a16"),
-        first=True,
-        last=True,
-        prefill_microbatch=1,
-        decode_microbatch=1,
-        prefill_chunk=chunk,
+        StageShape(
+            precisions=pipeline_precisions("w16a16"),
+            first=True,
+            last=True,
+            prefill_microbatch=1,
+            decode_microbatch=1,
+            prefill_chunk=chunk,
+        ),
     )
     assert predicted == pytest.approx(measured, rel=0.05)
 
@@ -365,11 +370,13 @@ def _low_bit_peaks(name: str, kv: KVPrecision, phase: str, dtype: str) -> tuple[
     predicted = workspace_bytes(
         spec,
         workload,
-        precisions=pipeline_precisions("w16a16"),
-        first=True,
-        last=True,
-        prefill_microbatch=len(rows[0][0]),
-        decode_microbatch=BATCH,
+        StageShape(
+            precisions=pipeline_precisions("w16a16"),
+            first=True,
+            last=True,
+            prefill_microbatch=len(rows[0][0]),
+            decode_microbatch=BATCH,
+        ),
     )
     return predicted, peak_of_steps(pipeline, 0, kv, rows)
 
@@ -405,11 +412,12 @@ def test_stage_memory_is_predicted_within_5_percent(name):
     memory = stage_memory(
         spec,
         workload,
-        pipeline_precisions("w4a16")[1:],
-        first=False,
-        last=True,
-        prefill_microbatch=BATCH,
-        decode_microbatch=BATCH,
+        StageShape(
+            precisions=pipeline_precisions("w4a16")[1:],
+            last=True,
+            prefill_microbatch=BATCH,
+            decode_microbatch=BATCH,
+        ),
         quantization=Quantization(),
     )
     held = stage.weight_nbytes + memory.kv_bytes + measured_peak(pipeline, 1)

@@ -44,6 +44,7 @@ def planned_and_loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[i
     from llmpq.planner.problem import make_problem
     from llmpq.runtime.models.stage_model import DTYPES, StageModel
     from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+    from llmpq.sizes.stage_shape import StageShape
 
     monkeypatch.setattr(make_problem, "rates_for", lambda *_, **__: [])  # bytes, not times
 
@@ -53,8 +54,8 @@ def planned_and_loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[i
         spec, grid = problem.spec, problem.quantization
         precisions = [min(own, key=lambda p: p.weight_bits) for own in problem.offered]
         precisions = precisions or [problem.choices[0]] * spec.num_layers
-        told = {"first": False, "last": False, "prefill_microbatch": 1, "decode_microbatch": 1}
-        counted = stage_memory(spec, problem.workload, precisions, quantization=grid, **told)
+        stage = StageShape(precisions=precisions)
+        counted = stage_memory(spec, problem.workload, stage, quantization=grid)
         source = open_checkpoint(path, spec)
         if hasattr(source, "keep_codes"):
             source.keep_codes({i: grid.scheme(p) for i, p in enumerate(precisions)})
