@@ -11,7 +11,7 @@ import operator
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from llmpq.plan import Plan, Prefer
 from llmpq.planner.answer import Answer, answer, one_engine, solve_options
 from llmpq.planner.evaluate.simulator import reported_time, step_note
 from llmpq.planner.limits import positions_note
-from llmpq.planner.problem.known_plan import KnownPlan
+from llmpq.planner.problem.known_plan import KnownPlan, PlanSearch
 from llmpq.planner.problem.make_problem import (
     BuiltProblem,
     ProblemInputs,
@@ -40,8 +40,6 @@ from llmpq.planner.refusal import NothingFitsError
 from llmpq.planner.solving.methods import PLANNERS, SolveOptions
 from llmpq.precision import Precision
 from llmpq.workload import Workload
-
-TIME_LIMIT_S = 60.0
 
 
 def make_plan(
@@ -222,30 +220,6 @@ def fit_here(
     return FitHere(data=as_json(found.report), text=fits_text(found.report), refusal=found.refusal)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanSearch:
-    """Which plans of a job are looked for, and how."""
-
-    bits: Sequence[Precision] | None = None
-    """What layers may have; None: whatever the planner offers."""
-    at_most: Sequence[Precision] = ()
-    """Bits that each layer may not have more than."""
-    prefer: Prefer = "quality"
-    windows: Sequence[int] = ()
-    """Batch sizes that will do instead of the workload's, best first: the first that fits is
-    taken."""
-    chunk: int | None = None
-    """Of prompts, where it has room."""
-    slowdowns: Mapping[str, float] = field(default_factory=dict)
-    """By device, how many times as long as by the costs it takes."""
-    known: KnownPlan | None = None
-    """A plan to start from, and to compare with, where it is not `in_child`."""
-    in_child: bool = True
-    """Whether to solve in a child process, which takes half a second to start where this one has
-    threads."""
-    time_limit_s: float = TIME_LIMIT_S
-
-
 def plan_workload(
     model_dir: str | Path,
     cluster: Cluster,
@@ -254,7 +228,7 @@ def plan_workload(
     costs: CostModel | None = None,
     head_bits: Literal[8, 16] | None = None,
     spec: ModelSpec | None = None,
-    search: PlanSearch = PlanSearch(),
+    search: PlanSearch | None = None,
 ) -> MadePlan:
     """Return a plan of a job on the devices of a cluster; `DoesNotFitError` says what is short.
 
@@ -262,6 +236,7 @@ def plan_workload(
     `costs`: measured, of some kinds of device or all; the others are estimated. `head_bits`: of
     the output matrix.
     """
+    search = search or PlanSearch()
     path = str(Path(model_dir))
     inputs = ProblemInputs(
         spec=spec or ModelSpec.from_directory(path),

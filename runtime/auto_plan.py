@@ -33,7 +33,8 @@ from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 _log = logging.getLogger("llmpq.run")
 
 if TYPE_CHECKING:
-    from llmpq.planner.make import FitHere, MadePlan, PlanSearch
+    from llmpq.planner.make import FitHere, MadePlan
+    from llmpq.planner.problem.known_plan import PlanSearch
 
 DEFAULT_NEW_TOKENS = 64
 """New tokens of a row that does not say, where no plan does either."""
@@ -108,7 +109,8 @@ def plan_job(
     `spec`: the model, if known. `EngineOptions.profile` measures this machine's devices first and
     stores the costs.
     """
-    from llmpq.planner.make import PlanSearch, plan_workload
+    from llmpq.planner.make import plan_workload
+    from llmpq.planner.problem.known_plan import PlanSearch
 
     spec = spec or ModelSpec.from_directory(model_dir)
     if options.tensor_parallel_size > 1:

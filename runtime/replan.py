@@ -177,7 +177,7 @@ class Replanner:
         slowdowns: Mapping[DeviceKey, float],
     ) -> MadePlan:
         """Return a plan of the same job with as many bits as fit."""
-        from llmpq.planner.make import PlanSearch
+        from llmpq.planner.problem.known_plan import PlanSearch
 
         floor, work = self._options.min_quality, self._job
         most = max(precision.weight_bits for precision in self._first.precisions)

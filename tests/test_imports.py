@@ -72,6 +72,7 @@ ON_FIRST_USE = {
     ("llmpq", "planner/make"),
     ("runtime/auto_plan", "planner/make"),
     ("runtime/auto_plan", "planner/problem/discovery"),
+    ("runtime/auto_plan", "planner/problem/known_plan"),
     ("runtime/replan", "planner/problem/known_plan"),
     ("planner/traffic/simulated", "runtime/simulate/simulation"),
     ("planner/traffic/simulated", "runtime/simulate/step_times"),

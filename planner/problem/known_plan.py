@@ -1,11 +1,15 @@
-"""A plan that runs, as a plan of another problem: of fewer or more devices, or other costs."""
+"""A plan that runs, as a plan of another problem: of fewer or more devices, or other costs.
+
+And what other plans are looked for with then (`PlanSearch`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from llmpq.plan import Prefer
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
 from llmpq.precision import Precision
@@ -85,3 +89,27 @@ def _choice(p: Problem, precision: Precision) -> int:
     below = [c for c in p.choices if c.weight_bits <= precision.weight_bits]
     best = max(below or p.choices, key=lambda c: c.weight_bits if below else -c.weight_bits)
     return p.choices.index(best)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSearch:
+    """Which plans of a job are looked for, and how."""
+
+    bits: Sequence[Precision] | None = None
+    """What layers may have; None: whatever the planner offers."""
+    at_most: Sequence[Precision] = ()
+    """Bits that each layer may not have more than."""
+    prefer: Prefer = "quality"
+    windows: Sequence[int] = ()
+    """Batch sizes that will do instead of the workload's, best first: the first that fits is
+    taken."""
+    chunk: int | None = None
+    """Of prompts, where it has room."""
+    slowdowns: Mapping[str, float] = field(default_factory=dict)
+    """By device, how many times as long as by the costs it takes."""
+    known: KnownPlan | None = None
+    """A plan to start from, and to compare with, where it is not `in_child`."""
+    in_child: bool = True
+    """Whether to solve in a child process, which takes half a second to start where this one has
+    threads."""
+    time_limit_s: float = 60.0

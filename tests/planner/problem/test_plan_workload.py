@@ -9,7 +9,8 @@ import pytest
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.__main__ import main
-from llmpq.planner.make import PlanSearch, plan_workload
+from llmpq.planner.make import plan_workload
+from llmpq.planner.problem.known_plan import PlanSearch
 from llmpq.precision import Precision
 from llmpq.workload import Workload
 
