@@ -256,11 +256,16 @@ class Mailbox:
     changed: threading.Condition = field(default_factory=threading.Condition)
     progress: Progress = field(default_factory=Progress)
 
+    def wake(self) -> None:
+        """Let the driver's poll return at once: there is something to look at."""
+        with self.changed:
+            self.awaited = True
+            self.changed.notify_all()
+
     def collect(self, timeout_s: float) -> EngineOutputs:
         """Return what happened since the last call, waiting up to `timeout_s` for something."""
         with self.changed:
-            if not self.awaited:
-                self.changed.wait(timeout_s)
+            self.changed.wait_for(lambda: self.awaited, timeout_s)
             self.awaited = False
             outputs = EngineOutputs(
                 finished=list(self.finished), tokens=self.tokens, progress=self.progress

@@ -30,10 +30,11 @@ _ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 _HEADER_BYTES, _TYPE_AT, _SETTINGS = 9, 3, 4
 
 
-def require_ray(address: str) -> None:
+def require_ray(address: str, *, token: bool = True) -> None:
     """Raise ValueError where no Ray can be: nothing listens, or something that is not gRPC.
 
-    `auto` stands for what RAY_ADDRESS says; what names no port is left to Ray.
+    `auto` stands for what RAY_ADDRESS says; what names no port is left to Ray. `token`: also where
+    it wants another token than the one sent from here, which takes a call of gRPC.
     """
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "")
@@ -50,7 +51,8 @@ def require_ray(address: str) -> None:
         if greeting is None:
             return
         if greeting[_TYPE_AT : _TYPE_AT + 1] == bytes((_SETTINGS,)):
-            _require_token(address, f"{host}:{port}")
+            if token:
+                _require_token(address, f"{host}:{port}")
             return
         reason = "something listens there that is not Ray"
     raise ValueError(

@@ -143,9 +143,8 @@ class FirstStage:
         self._num_sent: dict[int, int] = {}
         """How many tokens of a request were published, or came with it."""
         self._num_finished = self._prompt_tokens = 0
-        with mailbox.changed:  # the pool's size is known before the first request
-            mailbox.progress, mailbox.awaited = Progress(gauges=scheduler.gauges()), True
-            mailbox.changed.notify_all()
+        mailbox.progress = Progress(gauges=scheduler.gauges())
+        mailbox.wake()  # the pool's size is known before the first request
 
     def run(self) -> None:
         """Serve requests until the mailbox is closed and all of them have ended, or it halts."""

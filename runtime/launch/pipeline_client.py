@@ -42,7 +42,10 @@ from llmpq.runtime.request import EngineOutputs, Finished, Progress, Request
 from llmpq.runtime.token_rules import Guide, LogprobOutput
 from llmpq.runtime.trace import LoadReport, StageRecord
 
-_POLL_S = 0.25
+_POLL_S, _IDLE_POLL_S = 0.25, 2.0
+"""How long a poll may wait for news, and one while no request is under way: one wakes it."""
+_HEALTH_S = 2.5
+"""Seconds between two questions how a stage is, or a twelfth of the step deadline."""
 _STILL_STEPS = 4
 """Step deadlines after which a pipeline that computes nothing while rows wait is given up."""
 _LEAVE_S = 3.0
@@ -175,10 +178,10 @@ class PipelineClient:
         ruled = [(r.id, r.rules) for r in requests if r.rules is not None]
         if ruled:  # first, so that no step comes to the last stage before its rules
             self._ask_last("take_rules", ruled)
-        self._ask_first("submit", requests)
-        self._num_submitted += len(requests)
+        self._num_submitted += len(requests)  # first: a poll must not find all ended
         if requests and self.phase == "idle":
             self.phase = "prefill"
+        self._ask_first("submit", requests)
         self._closed, self._moved_s = not more, time.monotonic()
         if not more:
             self._ask_first("finish_submitting")
@@ -213,7 +216,8 @@ class PipelineClient:
         self._last_answer_s = dict.fromkeys(range(len(self._stages)), now_s)
         self._moved_s = now_s
         while self._running:
-            poll = poll or self._stages[0].call("poll", _POLL_S)
+            wait_s = _IDLE_POLL_S if self.phase == "idle" else _POLL_S
+            poll = poll or self._stages[0].call("poll", wait_s)
             done, _ = wait_for(
                 [poll, *self._running, *self._health.values()], _POLL_S, FIRST_COMPLETED
             )
@@ -441,7 +445,7 @@ class PipelineClient:
                     raise self._silent(index, "has been in one step for")
                 self._last_answer_s[index] = now_s
             if index not in self._health:
-                if now_s - self._last_answer_s[index] >= min(1.0, limit_s / 4):
+                if now_s - self._last_answer_s[index] >= min(_HEALTH_S, limit_s / 12):
                     self._health[index] = self._stages[index].call("health")
                     self._asked_s[index] = now_s
             elif now_s - self._asked_s[index] > limit_s:

@@ -87,6 +87,8 @@ class RayLauncher:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+        if self._raylet is not None:
+            self._raylet.close()
         self._ray.__exit__(kind, error, trace)
 
     def stop(self, *, but: Collection[StageHandle] = ()) -> None:

@@ -26,8 +26,9 @@ SILENCE = 0.8
 HEAD_S = 15.0
 """How long Ray's head may be silent; a cable may be out for a few seconds."""
 
-_LOOK_S, _ANSWER_S = 0.2, 1.0
-"""Seconds between two looks at the raylet, and that one may take: others wait for it."""
+_ANSWER_S = 1.0
+"""How long the raylet may take to accept a connection: others wait for it."""
+_GREETING_BYTES = 4096
 _log = logging.getLogger("llmpq.ray")
 
 
@@ -75,7 +76,7 @@ class RayWatch:
         seen_s = time.monotonic()
         while not self._over.wait(BEAT_S):
             try:
-                require_ray(self._head)
+                require_ray(self._head, token=False)
                 seen_s = time.monotonic()
             except ValueError as error:
                 silent_s = time.monotonic() - seen_s
@@ -92,21 +93,22 @@ class RayWatch:
 class Raylet:
     """Ray's process on the driver's host: workers of this host end with it, drivers do not.
 
-    Ray takes up to a minute to find it dead; nothing listens at its port from then on.
+    Ray takes up to a minute to find it dead. A connection to it ends with it, and nothing listens
+    at its port from then on; it also ends one on which nothing is said for two minutes.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self._address = host, port
         self._lost: StageLostError | None = None
-        self._looked_s = time.monotonic()
+        self._link: socket.socket | None = None
 
     def lost(self) -> StageLostError | None:
         """Return what to say once it is gone."""
-        now_s = time.monotonic()
-        if self._lost is None and now_s - self._looked_s >= _LOOK_S:
-            self._looked_s = now_s
+        if self._lost is None and not self._is_connected():
+            self.close()
             try:
-                socket.create_connection(self._address, timeout=_ANSWER_S).close()
+                self._link = socket.create_connection(self._address, timeout=_ANSWER_S)
+                self._link.setblocking(False)
             except ConnectionRefusedError:
                 self._lost = StageLostError(
                     f"Ray's own process on this host (raylet, {self._address[0]}:"
@@ -115,6 +117,20 @@ class Raylet:
             except OSError:
                 pass  # busy: it is there
         return self._lost
+
+    def close(self) -> None:
+        """Look no more."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def _is_connected(self) -> bool:
+        try:
+            return self._link is not None and bool(self._link.recv(_GREETING_BYTES))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
 
 class Heartbeat:

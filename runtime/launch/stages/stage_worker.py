@@ -40,7 +40,7 @@ from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.emulate import Emulation
 from llmpq.runtime.launch.stages.held_stage import HeldStage
 from llmpq.runtime.launch.stages.load_watch import LoadSigns
-from llmpq.runtime.launch.stages.stage_host import address_on, talk_over
+from llmpq.runtime.launch.stages.stage_host import address_on, is_loopback, talk_over
 from llmpq.runtime.launch.stages.stage_loading import (
     load_stage,
     make_drafter,
@@ -225,7 +225,7 @@ class StageWorker:
             wanted = self._settings.options.links
             kinds = {"auto": KINDS, "gloo": ()}.get(wanted, (wanted,))
             self._links = connect_devices(self._gpu, self._buffer_sizes(), kinds=kinds)
-        if self._settings.address is not None and self._links is None:
+        if not is_loopback(host) and self._links is None:
             self._more = more_connections()
         self._state = "joined"
 
@@ -266,6 +266,7 @@ class StageWorker:
         finally:
             self._state = "ended"
             self._ended.set()
+            self._mailbox.wake()
 
     def halt(self) -> None:
         """Let all loops end with the steps under way (first stage only).
@@ -388,6 +389,8 @@ class StageWorker:
         """Queue requests (first stage only); they stay the caller's, copies of them run."""
         for request in requests:
             self._mailbox.requests.put(request.fresh())
+        if not self._mailbox.progress.running:
+            self._mailbox.wake()  # a poll that waits long, since nothing was under way
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """End requests as soon as their steps under way have (first stage only)."""

@@ -17,7 +17,6 @@ import pytest
 
 from llmpq import LLM, SamplingParams
 from llmpq.errors import StageLostError
-from llmpq.runtime.launch.on_ray import ray_watch
 from llmpq.runtime.launch.on_ray.ray_watch import Raylet
 from llmpq.runtime.options import Deadlines
 
@@ -172,11 +171,21 @@ def test_a_clock_that_is_set_changes_nothing(tmp_path, demo_model, undisturbed):
 
 
 @pytest.mark.pure
-def test_a_raylet_that_has_ended_is_noticed_at_once(monkeypatch):
-    monkeypatch.setattr(ray_watch, "_LOOK_S", 0.0)
+def test_a_raylet_that_has_ended_is_noticed_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server:
         raylet = Raylet(*server.getsockname())
         assert raylet.lost() is None
+        for said in (b"", b"greeting"):  # it hangs up on who says nothing for minutes
+            connection, _ = server.accept()
+            connection.sendall(said)
+            assert raylet.lost() is None
+            connection.close()
+            while raylet._is_connected():
+                pass
+            assert raylet.lost() is None
+        server.accept()[0].close()
+    while raylet._is_connected():
+        pass
     lost = raylet.lost()
     assert isinstance(lost, StageLostError) and "raylet" in str(lost)
     assert raylet.lost() is lost
