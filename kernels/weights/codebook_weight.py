@@ -360,10 +360,11 @@ def serves_codebooks(scheme: WeightScheme | None) -> bool:
 
 
 def ordered(weight: CodebookWeight, order: Callable[[Tensor], Tensor]) -> CodebookWeight:
-    """Return a ROWS weight with its rows in another order."""
+    """Return a ROWS weight with its rows in another order, or with some of them."""
     n = weight.out_features
     return replace(
         weight,
+        out_features=order(torch.arange(n)).shape[0],
         plane=order(weight.plane.view(n, -1)).reshape(-1),
         scale=order(weight.scale.view(n, -1)).reshape(-1),
         factor=None if weight.factor is None else order(weight.factor[:, None]).reshape(-1),

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpq.checkpoints.gguf_file import GgufFile
+from llmpq.checkpoints.gguf_gemma import gemma, gemma4, layer_types
 from llmpq.checkpoints.gguf_hybrids import (
+    falcon_h1,
     granite_hybrid,
+    kimi_linear,
     lfm2,
     lfm2_moe,
     nemotron_h,
@@ -36,6 +39,8 @@ from llmpq.errors import shortened
 
 FACTORS = {"long": "rope_factors_long.weight", "short": "rope_factors_short.weight"}
 FREQUENCIES = "rope_freqs.weight"
+AT_REST = 1e29
+"""By how much a frequency is divided that is not to turn, at least."""
 DTYPE_CODES = ("F32", "F16", "BF16")
 """Types whose values are the weights."""
 NOT_MODELS = {
@@ -63,6 +68,8 @@ class Architecture:
     """Whether attention is over latents, whose keys and values differ in size."""
     layer_norm: str = ""
     """What config.json calls the epsilon of LayerNorms; empty: the model has RMSNorms."""
+    by_layer: bool = False
+    """Whether layers may differ in heads of keys and feed-forward channels, which `also` reads."""
     recurrent: bool = False
     """Whether layers without key and value heads are recurrent ones."""
     by_turns: bool = False
@@ -163,6 +170,8 @@ def _common(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
 def _of_layers(metadata: Metadata, architecture: Architecture, key: str, default: Any) -> int:
     """Return a number that layers have, of those that have any where some are recurrent."""
     given = metadata.get(key)
+    if architecture.by_layer and given is not None:
+        return metadata.of_layers(key, metadata.number("block_count"))[0]
     if not architecture.recurrent or not isinstance(given, list):
         return int(metadata.number(key, default=default))
     found = {number for number in given if number}
@@ -242,6 +251,14 @@ def _scaling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | 
             )
         both = factor if kind == "linear" else 1.0
         factors = [each * both for each in file.floats(FREQUENCIES)]
+        turned = [factor for factor in factors if factor < AT_REST]
+        if turned and turned == factors[: len(turned)] and len(set(turned)) == 1 < len(factors):
+            share = len(turned) / len(factors)
+            return {
+                "rope_type": "proportional",
+                "partial_rotary_factor": share,
+                "factor": turned[0],
+            }
         return _stretched(factors, factors, longest, 1.0)
     if longrope:
         long, short = (file.floats(FACTORS[end]) for end in ("long", "short"))
@@ -323,37 +340,6 @@ def _require_softmax(metadata: Metadata) -> None:
         )
 
 
-GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-"""Layers of the one size whose scores are scaled by hidden / heads, not by a head's channels."""
-
-
-def _gemma(kind: str) -> Callable[[Metadata, dict[str, Any]], None]:
-    def also(metadata: Metadata, config: dict[str, Any]) -> None:
-        largest = config["num_hidden_layers"] == GEMMA_27B[kind]
-        whole = config["hidden_size"] // config["num_attention_heads"]
-        config["query_pre_attn_scalar"] = whole if largest else config["head_dim"]
-        scale = metadata.get("attention.scale")
-        if scale:
-            config["query_pre_attn_scalar"] = float(scale) ** -2
-        config["sliding_window"] = metadata.number("attention.sliding_window")
-        config |= {
-            f"{short}_logit_softcapping": metadata.get(f"{short}_logit_softcapping")
-            for short in ("attn", "final")
-        }
-        pattern = metadata.get("attention.sliding_window_pattern")
-        if type(pattern) is int:
-            config["sliding_window_pattern"] = pattern
-        elif isinstance(pattern, list):
-            names = {True: "sliding_attention", False: "full_attention"}
-            config["layer_types"] = [names[bool(windowed)] for windowed in pattern]
-        if kind == "gemma3":
-            local = metadata.number("rope.freq_base_swa", REAL, default=10000.0)
-            config["rope_local_base_freq"] = local
-            config["rope_theta"] = metadata.number("rope.freq_base", REAL, default=1e6)
-
-    return also
-
-
 def _window(metadata: Metadata, config: dict[str, Any]) -> None:
     """Phi 3; Ministral 3 without a temperature that grows with the length, refused as unknown."""
     config["sliding_window"] = metadata.get("attention.sliding_window")
@@ -376,26 +362,13 @@ def _smollm3(metadata: Metadata, config: dict[str, Any]) -> None:
     config["no_rope_layer_interval"] = NO_POSITIONS_EVERY
 
 
-def _layer_types(metadata: Metadata, config: dict[str, Any]) -> None:
-    """EXAONE 4 and Command R7B and A: windows, a pattern where the file says one."""
-    config["sliding_window"] = metadata.get("attention.sliding_window")
-    pattern = metadata.get("attention.sliding_window_pattern")
-    if type(pattern) is int:
-        config["sliding_window_pattern"] = pattern
-    elif isinstance(pattern, list):
-        names = {True: "sliding_attention", False: "full_attention"}
-        config["layer_types"] = [names[bool(windowed)] for windowed in pattern]
-    elif not config["sliding_window"]:
-        config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
-
-
 def _cohere(metadata: Metadata, config: dict[str, Any]) -> None:
     config["logit_scale"] = metadata.number("logit_scale", REAL)
     config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in metadata.file.tensors
 
 
 def _cohere2(metadata: Metadata, config: dict[str, Any]) -> None:
-    _layer_types(metadata, config)
+    layer_types(metadata, config)
     config["logit_scale"] = metadata.number("logit_scale", REAL)
 
 
@@ -427,8 +400,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture(model_type="qwen2"),
     "qwen3": Architecture(model_type="qwen3"),
     "qwen3moe": Architecture(model_type="qwen3_moe", also=_qwen3moe),
-    "gemma2": Architecture(model_type="gemma2", also=_gemma("gemma2"), above_one=True),
-    "gemma3": Architecture(model_type="gemma3_text", also=_gemma("gemma3"), above_one=True),
+    "gemma2": Architecture(model_type="gemma2", also=gemma("gemma2"), above_one=True),
+    "gemma3": Architecture(model_type="gemma3_text", also=gemma("gemma3"), above_one=True),
+    "gemma4": Architecture(
+        model_type="gemma4_text", also=gemma4, by_layer=True, experts_apart=True
+    ),
     "phi3": Architecture(model_type="phi3", also=_window),
     "glm4": Architecture(model_type="glm4"),
     "granite": Architecture(model_type="granite", also=_granite, pairs=True),
@@ -438,7 +414,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4moe": Architecture(model_type="glm4_moe", also=glm4moe, further=True),
     "deepseek2": Architecture(model_type="deepseek_v2", also=deepseek2, latent=True),
     "smollm3": Architecture(model_type="smollm3", also=_smollm3, pairs=True),
-    "exaone4": Architecture(model_type="exaone4", also=_layer_types),
+    "exaone4": Architecture(model_type="exaone4", also=layer_types),
     "arcee": Architecture(model_type="arcee", pairs=True),
     "seed_oss": Architecture(model_type="seed_oss", also=_seed_oss),
     "ernie4_5": Architecture(model_type="ernie4_5", also=_ernie4_5),
@@ -464,6 +440,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         by_turns=True,
         experts_apart=True,
         further=True,
+    ),
+    "falcon-h1": Architecture(model_type="falcon_h1", also=falcon_h1),
+    "kimi-linear": Architecture(
+        model_type="kimi_linear", also=kimi_linear, latent=True, recurrent=True
     ),
     "nemotron_h": Architecture(model_type="nemotron_h", also=nemotron_h, recurrent=True),
     "nemotron_h_moe": Architecture(

@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmpq.checkpoints.gguf_metadata import REAL, Metadata
-
-SOFTMAX, SIGMOID = 1, 2
-"""`expert_gating_func`."""
+from llmpq.checkpoints.gguf_mixtures import SIGMOID, experts_behind_dense, latent, require_gate
 
 
 def lfm2(metadata: Metadata, config: dict[str, Any]) -> None:
@@ -59,8 +57,15 @@ def granite_hybrid(metadata: Metadata, config: dict[str, Any]) -> None:
         config[ours] = metadata.number(key, REAL, default=default)
     experts = metadata.get("expert_count")
     shared = metadata.get("expert_shared_feed_forward_length")
+    inner, hidden = metadata.number("ssm.inner_size"), config["hidden_size"]
+    if inner % hidden:
+        raise ValueError(
+            f"'{metadata.file.path}': ssm.inner_size={inner} is no multiple of {hidden} channels; "
+            "the file is damaged, or of a kind that llmpq does not run"
+        )
     config |= {
-        **_mamba2(metadata, config),
+        **_mamba2(metadata),
+        "mamba_expand": inner // hidden,
         "layer_types": _kinds(metadata, config, "mamba"),
         "position_embedding_type": "rope" if metadata.get("rope.scaling.finetuned") else None,
         "num_local_experts": experts or 0,
@@ -118,18 +123,51 @@ def qwen3_next(metadata: Metadata, config: dict[str, Any]) -> None:
     config["norm_topk_prob"] = True
 
 
-def _mamba2(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def falcon_h1(metadata: Metadata, config: dict[str, Any]) -> None:
+    """Falcon-H1, whose files have its factors in their matrices; outputs are gated, then normed."""
+    found = _mamba2(metadata)
+    config |= {
+        **found,
+        "mamba_d_ssm": metadata.number("ssm.inner_size"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in metadata.file.tensors,
+        "mamba_norm_before_gate": False,
+        "projectors_bias": found["mamba_proj_bias"],
+    }
+    config.pop("partial_rotary_factor")
+
+
+def kimi_linear(metadata: Metadata, config: dict[str, Any]) -> None:
+    """Kimi Linear: KDA, and latents in layers with heads of keys, which have no positions."""
+    require_gate(metadata, SIGMOID, default=SIGMOID)
+    kinds = _kinds(metadata, config, "kda")
+    numbered = list(enumerate(kinds, 1))
+    config |= {
+        **latent(metadata, config),
+        **experts_behind_dense(metadata),
+        "norm_topk_prob": metadata.get("expert_weights_norm") is not False,
+        "linear_attn_config": {
+            "num_heads": config["num_attention_heads"],
+            "head_dim": metadata.number("kda.head_dim"),
+            "short_conv_kernel_size": metadata.number("ssm.conv_kernel"),
+            "full_attn_layers": [number for number, kind in numbered if kind != "kda"],
+            "kda_layers": [number for number, kind in numbered if kind == "kda"],
+        },
+    }
+    config["num_experts"] = config.pop("n_routed_experts")
+    for key in ("partial_rotary_factor", "rope_theta", "mlp_bias"):
+        config.pop(key)
+
+
+def _mamba2(metadata: Metadata) -> dict[str, Any]:
     """Return the keys of Mamba-2 layers; `ssm.time_step_rank` is the number of heads."""
     inner, heads = metadata.number("ssm.inner_size"), metadata.number("ssm.time_step_rank")
-    hidden = config["hidden_size"]
-    if inner % hidden or inner % heads:
+    if inner % heads:
         raise ValueError(
-            f"'{metadata.file.path}': ssm.inner_size={inner} is no multiple of {hidden} channels "
-            f"and {heads} heads; the file is damaged, or of a kind that llmpq does not run"
+            f"'{metadata.file.path}': ssm.inner_size={inner} is no multiple of {heads} heads; the "
+            "file is damaged"
         )
     names = metadata.file.tensors
     return {
-        "mamba_expand": inner // hidden,
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
         "mamba_d_state": metadata.number("ssm.state_size"),
@@ -146,21 +184,11 @@ def nemotron_h(metadata: Metadata, config: dict[str, Any]) -> None:
     What a layer is, its own numbers of heads and of feed-forward channels say.
     """
     count = config["num_hidden_layers"]
-    heads, wide = (metadata.get(key) for key in ("attention.head_count_kv", "feed_forward_length"))
-    if not isinstance(heads, list) or not isinstance(wide, list) or len(wide) < count:
-        raise ValueError(
-            f"'{metadata.file.path}': attention.head_count_kv and feed_forward_length must have a "
-            f"number for each of {count} layers; the file is damaged"
-        )
+    heads = metadata.of_layers("attention.head_count_kv", count)
+    wide = metadata.of_layers("feed_forward_length", count)
     experts = metadata.get("expert_count")
     feed = "moe" if experts else "mlp"
-    inner, groups = metadata.number("ssm.inner_size"), metadata.number("ssm.group_count")
-    mamba_heads = metadata.number("ssm.time_step_rank")
-    if inner % mamba_heads:
-        raise ValueError(
-            f"'{metadata.file.path}': ssm.inner_size={inner} is no multiple of {mamba_heads} "
-            "heads; the file is damaged"
-        )
+    mamba = _mamba2(metadata)
     further = metadata.number("nextn_predict_layers") if metadata.get("nextn_predict_layers") else 0
     kinds = [
         "full_attention" if own else feed if channels else "linear_attention"
@@ -173,13 +201,13 @@ def nemotron_h(metadata: Metadata, config: dict[str, Any]) -> None:
         "num_nextn_predict_layers": further,
         "layers_block_type": kinds,
         "intermediate_size": max(wide) or config["hidden_size"],
-        "mamba_num_heads": mamba_heads,
-        "mamba_head_dim": inner // mamba_heads,
-        "ssm_state_size": metadata.number("ssm.state_size"),
-        "n_groups": groups,
-        "conv_kernel": metadata.number("ssm.conv_kernel"),
-        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in names),
-        "use_bias": any(name.endswith("ssm_in.bias") for name in names),
+        "mamba_num_heads": mamba["mamba_n_heads"],
+        "mamba_head_dim": mamba["mamba_d_head"],
+        "ssm_state_size": mamba["mamba_d_state"],
+        "n_groups": mamba["mamba_n_groups"],
+        "conv_kernel": mamba["mamba_d_conv"],
+        "use_conv_bias": mamba["mamba_conv_bias"],
+        "use_bias": mamba["mamba_proj_bias"],
         "mlp_bias": any(name.endswith("ffn_down.bias") for name in names),
         "layer_norm_epsilon": config.pop("rms_norm_eps"),
     }
@@ -204,13 +232,5 @@ def nemotron_h(metadata: Metadata, config: dict[str, Any]) -> None:
 
 def _kinds(metadata: Metadata, config: dict[str, Any], recurrent: str) -> list[str]:
     """Return what each layer is, by its number of key and value heads."""
-    heads = metadata.get("attention.head_count_kv")
-    count = config["num_hidden_layers"]
-    if not isinstance(heads, list):
-        return ["full_attention"] * count
-    if len(heads) != count:
-        raise ValueError(
-            f"'{metadata.file.path}': attention.head_count_kv has {len(heads)} numbers for {count} "
-            "layers; the file is damaged: download it again"
-        )
+    heads = metadata.of_layers("attention.head_count_kv", config["num_hidden_layers"])
     return ["full_attention" if own else recurrent for own in heads]

@@ -48,6 +48,18 @@ class Metadata:
             )
         return value
 
+    def of_layers(self, key: str, count: int) -> list[int]:
+        """Return a whole number for each of `count` layers, which may all have the same one."""
+        given = self.get(key)
+        numbers = given if isinstance(given, list) else [self.number(key)] * count
+        if len(numbers) != count or not all(type(n) is int and 0 <= n < 1e12 for n in numbers):
+            raise ValueError(
+                f"'{self.file.path}': metadata '{self._prefix}{key}' is {short_repr(given)}, "
+                f"expected one number, or a number for each of {count} layers; the file is "
+                "damaged: download it again"
+            )
+        return numbers
+
     def require_known(self) -> None:
         """Refuse keys that change what the model computes: those that nothing here reads, too."""
         if self.get("attention.causal") is False:

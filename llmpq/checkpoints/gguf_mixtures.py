@@ -29,10 +29,10 @@ def gpt_oss(metadata: Metadata, config: dict[str, Any]) -> None:
 
 def glm4moe(metadata: Metadata, config: dict[str, Any]) -> None:
     """GLM-4.5 and 4.6."""
-    _require_gate(metadata, SIGMOID, default=SIGMOID)
+    require_gate(metadata, SIGMOID, default=SIGMOID)
     rotated = metadata.number("rope.dimension_count", default=config["head_dim"])
     config |= {
-        **_experts(metadata),
+        **experts_behind_dense(metadata),
         "norm_topk_prob": metadata.get("expert_weights_norm") is not False,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in metadata.file.tensors,
         "partial_rotary_factor": rotated / config["head_dim"],
@@ -44,33 +44,14 @@ def glm4moe(metadata: Metadata, config: dict[str, Any]) -> None:
 
 
 def deepseek2(metadata: Metadata, config: dict[str, Any]) -> None:
-    """DeepSeek-V2 and V3, R1 and others of their kind.
-
-    Newer files give the sizes of a cached latent as those of keys and values, and a head's beside.
-    """
+    """DeepSeek-V2 and V3, R1 and others of their kind."""
     sigmoid = metadata.get("expert_gating_func") == SIGMOID
     if not sigmoid:
-        _require_gate(metadata, SOFTMAX, default=SOFTMAX)
-    heads, rotated = config["num_attention_heads"], metadata.number("rope.dimension_count")
-    keys = metadata.number("attention.key_length_mla", default=config["head_dim"])
-    values = metadata.number("attention.value_length", default=config["head_dim"])
-    kv_rank = metadata.number("attention.kv_lora_rank")
-    if keys <= rotated:
-        raise ValueError(
-            f"'{metadata.file.path}': heads of {keys} channels of which {rotated} are rotated; "
-            "expected more than those: the file is damaged"
-        )
-    small = metadata.get("attention.q_lora_rank")
+        require_gate(metadata, SOFTMAX, default=SOFTMAX)
     config |= {
-        **_experts(metadata),
+        **experts_behind_dense(metadata),
+        **latent(metadata, config),
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
-        "num_key_value_heads": heads,
-        "head_dim": rotated,
-        "q_lora_rank": metadata.number("attention.q_lora_rank") if small else None,
-        "kv_lora_rank": kv_rank,
-        "qk_nope_head_dim": keys - rotated,
-        "qk_rope_head_dim": rotated,
-        "v_head_dim": metadata.number("attention.value_length_mla", default=values),
         "norm_topk_prob": metadata.get("expert_weights_norm") is True,
     }
     config.pop("partial_rotary_factor", None)
@@ -84,14 +65,14 @@ def deepseek2(metadata: Metadata, config: dict[str, Any]) -> None:
 
 def dots1(metadata: Metadata, config: dict[str, Any]) -> None:
     """dots.llm1."""
-    _require_gate(metadata, SIGMOID, default=SIGMOID)
+    require_gate(metadata, SIGMOID, default=SIGMOID)
     normalised = metadata.get("expert_weights_norm") is not False
-    config |= {**_experts(metadata), "norm_topk_prob": normalised}
+    config |= {**experts_behind_dense(metadata), "norm_topk_prob": normalised}
 
 
 def ernie4_5_moe(metadata: Metadata, config: dict[str, Any]) -> None:
     """ERNIE 4.5's mixtures: experts behind the dense layers, in every n-th layer."""
-    _require_gate(metadata, SOFTMAX, default=SOFTMAX)
+    require_gate(metadata, SOFTMAX, default=SOFTMAX)
     wide = metadata.number("expert_feed_forward_length")
     shared = metadata.get("expert_shared_feed_forward_length")
     count = metadata.get("expert_shared_count")
@@ -110,7 +91,7 @@ def ernie4_5_moe(metadata: Metadata, config: dict[str, Any]) -> None:
 
 def hunyuan_moe(metadata: Metadata, config: dict[str, Any]) -> None:
     """Hunyuan's mixtures: experts and the MLP beside them are equally wide."""
-    _require_gate(metadata, SOFTMAX, default=SOFTMAX)
+    require_gate(metadata, SOFTMAX, default=SOFTMAX)
     wide = metadata.number("expert_feed_forward_length", default=config["intermediate_size"])
     if metadata.number("expert_shared_feed_forward_length", default=wide) != wide:
         raise ValueError(
@@ -126,7 +107,7 @@ def hunyuan_moe(metadata: Metadata, config: dict[str, Any]) -> None:
 
 def minimax_m2(metadata: Metadata, config: dict[str, Any]) -> None:
     """MiniMax-M2."""
-    _require_gate(metadata, SIGMOID, default=SIGMOID)
+    require_gate(metadata, SIGMOID, default=SIGMOID)
     config |= {
         "num_local_experts": metadata.number("expert_count"),
         "num_experts_per_tok": metadata.number("expert_used_count"),
@@ -138,7 +119,7 @@ def minimax_m2(metadata: Metadata, config: dict[str, Any]) -> None:
 
 def olmoe(metadata: Metadata, config: dict[str, Any]) -> None:
     """OLMoE; llama.cpp does not make the chosen experts' weights sum to one."""
-    _require_gate(metadata, SOFTMAX, default=SOFTMAX)
+    require_gate(metadata, SOFTMAX, default=SOFTMAX)
     config |= {
         "num_experts": metadata.number("expert_count"),
         "num_experts_per_tok": metadata.number("expert_used_count"),
@@ -147,7 +128,32 @@ def olmoe(metadata: Metadata, config: dict[str, Any]) -> None:
     }
 
 
-def _experts(metadata: Metadata) -> dict[str, Any]:
+def latent(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of attention over latents.
+
+    Newer files give the sizes of a cached latent as those of keys and values, and a head's beside.
+    """
+    rotated = metadata.number("rope.dimension_count")
+    keys = metadata.number("attention.key_length_mla", default=config["head_dim"])
+    values = metadata.number("attention.value_length", default=config["head_dim"])
+    if keys <= rotated:
+        raise ValueError(
+            f"'{metadata.file.path}': heads of {keys} channels of which {rotated} are rotated; "
+            "expected more than those: the file is damaged"
+        )
+    small = metadata.get("attention.q_lora_rank")
+    return {
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": rotated,
+        "q_lora_rank": metadata.number("attention.q_lora_rank") if small else None,
+        "kv_lora_rank": metadata.number("attention.kv_lora_rank"),
+        "qk_nope_head_dim": keys - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": metadata.number("attention.value_length_mla", default=values),
+    }
+
+
+def experts_behind_dense(metadata: Metadata) -> dict[str, Any]:
     """Return what mixtures with shared experts behind dense layers have."""
     return {
         "n_routed_experts": metadata.number("expert_count"),
@@ -161,7 +167,8 @@ def _experts(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _require_gate(metadata: Metadata, gate: int, *, default: int) -> None:
+def require_gate(metadata: Metadata, gate: int, *, default: int) -> None:
+    """Refuse a file whose experts are chosen in another way than `gate`."""
     got = metadata.get("expert_gating_func")
     if (default if got in (None, 0) else got) != gate:
         raise ValueError(

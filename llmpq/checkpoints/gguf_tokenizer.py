@@ -3,6 +3,7 @@
     tokenizer.ggml.model "gpt2"    byte-level BPE: tokens, merges, and by `tokenizer.ggml.pre` the
                                    pattern that text is cut by first
     tokenizer.ggml.model "llama"   SentencePiece's BPE: tokens and scores; merges follow from those
+    tokenizer.ggml.model "gemma4"  the same with merges of its own, and no space in front
 
 Token types: 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte. Control tokens are
 special: decoding leaves them out. A pattern's name that is not known here is refused: other cuts
@@ -18,7 +19,11 @@ from llmpq.checkpoints.gguf_file import GgufFile
 from llmpq.errors import shortened
 
 KEY = "tokenizer.ggml."
-NEEDED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores")}
+NEEDED = {
+    "gpt2": ("tokens", "merges"),
+    "llama": ("tokens", "scores"),
+    "gemma4": ("tokens", "merges"),
+}
 """`tokenizer.ggml.model` -> the lists without which it cannot be built."""
 ELSEWHERE = "Get the model's directory from its author instead, or give token ids"
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
@@ -30,6 +35,11 @@ _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|"
     r"\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_WITH_MARKS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _MARKED = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,6 +63,11 @@ _CASED_LETTERS = (
 """Letters that DeepSeek's first models take as words: those with case, of an older Unicode."""
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_HAN_APART = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _BY_THREE = _APOSTROPHES + _WORDS % "{1,3}"
 _SEED = (
     _APOSTROPHES + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|"
@@ -83,6 +98,8 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_CASED % (_ENDINGS, _ENDINGS, "{1,3}"),)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
     "seed-coder": (_SEED,),
+    "qwen35": (_APOSTROPHES + _WITH_MARKS,),
+    "kimi-k2": (_HAN_APART,),
     "deepseek-llm": (
         r"[\r\n]",
         rf"\s?[{_CASED_LETTERS}]+",
@@ -98,7 +115,7 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
 WHOLE_WORDS_FIRST = (*LLAMA3, "tekken")
 """Where a word that is a token is not merged from parts (`ignore_merges`), and a text begins with
 its token where the file does not say whether it does."""
-NFC = ("qwen2", "deepseek-r1-qwen")
+NFC = ("qwen2", "qwen35", "deepseek-r1-qwen")
 """Where characters are composed first, as the models' own tokenizers do."""
 
 
@@ -143,7 +160,7 @@ def tokenizer_of(file: GgufFile) -> Any:
         )
     backend = BUILDERS[kind](file, tokens, types)
     _add_special(backend, tokens, types, normalized=kind == "llama")
-    by_itself = kind == "llama" or metadata.get(KEY + "pre") in WHOLE_WORDS_FIRST
+    by_itself = kind in ("llama", "gemma4") or metadata.get(KEY + "pre") in WHOLE_WORDS_FIRST
     _add_ends(backend, file, tokens, default_bos=by_itself)
     names = {
         f"{name}_token": tokens[place]
@@ -169,9 +186,8 @@ def _byte_level(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> 
 
     metadata = file.metadata
     pre = metadata[KEY + "pre"]
-    pairs = [tuple(merge.split(" ", 1)) for merge in metadata[KEY + "merges"]]
     vocabulary = {token: place for place, token in enumerate(tokens)}
-    _require_merges(file, pairs, vocabulary)
+    pairs = _stored_merges(file, vocabulary)
     made = Tokenizer(
         models.BPE(
             vocab=vocabulary,
@@ -188,32 +204,40 @@ def _byte_level(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> 
     return made
 
 
-def _require_merges(
-    file: GgufFile, pairs: Sequence[Sequence[str]], tokens: Mapping[str, int]
-) -> None:
-    for pair in pairs:
-        if len(pair) != 2 or not {*pair, "".join(pair)} <= tokens.keys():
+def _stored_merges(file: GgufFile, tokens: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the merges that a file has, of tokens that it has."""
+    pairs = []
+    for merge in file.metadata[KEY + "merges"]:
+        left, space, right = merge.partition(" ")
+        if not space or not {left, right, left + right} <= tokens.keys():
             raise ValueError(
-                f"'{file.path}': merge {shortened(repr(' '.join(pair)))} is of tokens that the "
+                f"'{file.path}': merge {shortened(repr(merge))} is of tokens that the "
                 "vocabulary lacks; the file is damaged. Download it again"
             )
+        pairs.append((left, right))
+    return pairs
 
 
 def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> Any:
-    """Return SentencePiece's BPE, whose next merge is the pair that makes the best-scored token."""
+    """Return SentencePiece's BPE.
+
+    Its next merge is the pair that makes the best-scored token, where the file lists no merges.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     metadata = file.metadata
-    scores = metadata[KEY + "scores"]
-    if len(scores) != len(tokens):
-        raise ValueError(f"'{file.path}': its tokenizer has no score for each of its tokens")
     vocabulary = {token: place for place, token in enumerate(tokens)}
+    by_score = metadata[KEY + "model"] == "llama"
+    if by_score and len(metadata[KEY + "scores"]) != len(tokens):
+        raise ValueError(f"'{file.path}': its tokenizer has no score for each of its tokens")
     plain = {t: i for t, i in vocabulary.items() if types[i] not in (UNKNOWN, CONTROL, BYTE)}
     unknown = metadata.get(KEY + "unknown_token_id", 0)
     made = Tokenizer(
         models.BPE(
             vocab=vocabulary,
-            merges=_merges(plain, scores),
+            merges=_merges(plain, metadata[KEY + "scores"])
+            if by_score
+            else _stored_merges(file, vocabulary),
             unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
             fuse_unk=True,
             byte_fallback=True,
@@ -222,7 +246,7 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) 
     space = "\u2581"
     spaces: list[Any] = [normalizers.Replace(" ", space)]
     steps: list[Any] = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get(KEY + "add_space_prefix", True):
+    if metadata.get(KEY + "add_space_prefix", by_score):
         # One more than the text has, before and behind special tokens: as llama.cpp does it.
         spaces.insert(0, normalizers.Prepend(space))
         steps.append(decoders.Strip(" ", 1, 0))
@@ -280,5 +304,5 @@ def _add_ends(backend: Any, file: GgufFile, tokens: Sequence[str], *, default_bo
         )
 
 
-BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
+BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}
 """`tokenizer.ggml.model` -> what builds it."""

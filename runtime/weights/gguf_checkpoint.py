@@ -184,7 +184,10 @@ class GgufCheckpoint(CheckpointSource):
             )
 
     def _their_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Return a matrix's rows in the Hugging Face order."""
+        """Return a matrix's rows in the Hugging Face order, those of ours alone."""
+        stored = self._stored.get(name)
+        if stored is not None and stored.half is not None:
+            rows = rows.chunk(2)[stored.half]
         delta = DELTA.search(name)
         if self._means.by_turns and delta is not None:
             form = self._delta()

@@ -11,6 +11,8 @@ Most names follow from the `gguf` package's table. The others:
     A_log, D, norm, conv      Mamba-2 and delta rule: log(-ssm_a); others without dimensions, or
                               with one, of one
     input_linear              Granite 4: gates above ups, of an MLP, or of all experts
+    experts.3.gate_proj       half of expert 3's rows of ffn_gate_up_exps, where the file has that
+    router.scale              Gemma 4: ffn_gate_inp.scale; per_expert_scale: ffn_down_exps.scale
 
 Legend: H heads, L kv_rank, N nope_dim, V v_dim.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,8 +39,15 @@ CORRECTIONS = {
     "feed_forward.expert_bias": "feed_forward.expert_bias.bias",
 }
 """How a name ends that the package's table knows with a dot more."""
-EXPERT_PARTS = {"w1": "gate", "w2": "down", "w3": "up", "up_proj": "up", "down_proj": "down"}
-"""What LFM2 and Nemotron-H call an expert's matrices, which the package's table leaves out."""
+EXPERT_PARTS = {
+    "w1": "gate",
+    "w2": "down",
+    "w3": "up",
+    **{f"{part}_proj": part for part in ("gate", "up", "down")},
+}
+"""What families call an expert's matrices, where the package's table leaves them out."""
+HALVES = {"ffn_gate_exps": 0, "ffn_up_exps": 1}
+"""What may be one tensor in a file, gates above ups."""
 
 Make = Callable[[list[Tensor]], Tensor]
 
@@ -50,6 +59,8 @@ class Stored:
     names: tuple[str, ...]
     expert: int | None = None
     """Which row of their first dimension it is of; None: they are taken whole."""
+    half: int | None = None
+    """Which half of its rows is ours; None: all of them."""
     make: Make | None = field(default=None, compare=False)
     """What makes ours of several or of another form; None: it is the one tensor as it is."""
 
@@ -61,7 +72,8 @@ def layout(names: Collection[str], table: Any, tensors: Mapping[str, Any]) -> di
     """
     found = {}
     for name in sorted(names):
-        for stored in (_made(name, tensors), _plain(name, table)):
+        plain = _plain(name, table)
+        for stored in (_made(name, tensors), plain, _half(plain)):
             if stored is not None and all(own in tensors for own in stored.names):
                 found[name] = stored
                 break
@@ -86,6 +98,15 @@ def _plain(name: str, table: Any) -> Stored | None:
     if not own.endswith(SUFFIXES):
         own += ".weight"
     return Stored(names=(own,), expert=None if match is None else int(match["index"]))
+
+
+def _half(plain: Stored | None) -> Stored | None:
+    """Return where gates or ups are that lie in one tensor."""
+    part = "" if plain is None else plain.names[0].split(".")[-2]
+    if plain is None or part not in HALVES:
+        return None
+    both = plain.names[0].replace(part, "ffn_gate_up_exps")
+    return replace(plain, names=(both,), half=HALVES[part])
 
 
 def _expert_named(merged: str) -> str | None:
@@ -171,6 +192,14 @@ _MAMBA2: Mapping[str, tuple[tuple[str, ...], Make]] = {
 }
 MADE: Mapping[str, tuple[tuple[str, ...], Make]] = {
     **{f"{mixer}.{part}": how for mixer in ("mamba", "mixer") for part, how in _MAMBA2.items()},
+    **{
+        f"self_attn.{kind}_conv1d.weight": ((f"ssm_conv1d_{kind}.weight",), _apart)
+        for kind in ("q", "k", "v")
+    },
+    "self_attn.A_log": (("ssm_a",), _logarithm),
+    "self_attn.dt_bias": (("ssm_dt.bias",), _first),
+    "router.scale": (("ffn_gate_inp.scale",), _first),
+    "router.per_expert_scale": (("ffn_down_exps.scale",), _first),
     "mixer.gate.e_score_correction_bias": (("exp_probs_b.bias",), _first),
     f"{_EXPERTS}gate_up_proj": (
         ("ffn_gate_exps.weight", "ffn_up_exps.weight"),

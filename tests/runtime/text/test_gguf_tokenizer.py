@@ -153,6 +153,51 @@ def test_no_space_is_put_in_front_where_the_file_says_so(spm: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("qwen35", "\u0939\u093f\u0902 \u0915\u0940", ["\u0939\u093f\u0902", " \u0915\u0940"]),
+        ("kimi-k2", "ab\u4f60\u597dcd", ["ab", "\u4f60\u597d", "cd"]),
+    ],
+)
+def test_marks_and_ideographs_are_cut_as_their_models_do(
+    pre: str, text: str, pieces: list[str], tmp_path: Path
+) -> None:
+    ours = Tokenizer(write(tmp_path / "t.gguf", demo_metadata() | {"tokenizer.ggml.pre": pre}))
+    cut = ours._inner.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in cut] == pieces
+
+
+def test_gemma_4s_tokens_follow_its_merges(spm: Any, tmp_path: Path) -> None:
+    """As Transformers' tokenizer of Gemma makes them; "\\n\\n" is a token of its own."""
+    from transformers import GemmaTokenizer
+
+    told = spm_metadata(spm)
+    merges = [tuple(pair) for pair in json.loads(spm.to_str())["model"]["merges"]]
+    tokens = list(dict.fromkeys([*told["tokenizer.ggml.tokens"], "\n", "\n\n"]))
+    merges = list(dict.fromkeys([*merges, ("\n", "\n")]))
+    kinds = [*told["tokenizer.ggml.token_type"], 1, 1][: len(tokens)]
+    theirs = GemmaTokenizer(
+        vocab={token: place for place, token in enumerate(tokens)},
+        merges=merges,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<unk>",
+    )
+    told |= {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+    }
+    ours = Tokenizer(write(tmp_path / "t.gguf", told))
+    for text in (*TEXTS[:1], "na\u00efve \u4f60 \U0001f600", " a  b\n\n\nc", "\t", ""):
+        got = ours.encode(text)
+        assert got == [1, *theirs.encode(text, add_special_tokens=False)]
+        assert ours.decode(got) == text
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"tokenizer.ggml.model": "t5"}, "of the kind 't5'"),
@@ -198,6 +243,8 @@ def test_every_pattern_keeps_all_of_a_text(pre: str, tmp_path: Path) -> None:
         ("smollm", ["Don", "'t", " pay", " ", *"1234567", "!!", "\n"]),
         ("gpt-4o", ["Don't", " pay", " ", "123", "456", "7", "!!\n"]),
         ("deepseek-v3", ["Don", "'t", " pay", " ", "123", "456", "7", "!!\n"]),
+        ("qwen35", ["Don", "'t", " pay", " ", *"1234567", "!!\n"]),
+        ("kimi-k2", ["Don't", " pay", " ", "123", "456", "7", "!!\n"]),
         ("tekken", ["Don", "'t", " pay", " ", *"1234567", "!!\n"]),
         ("seed-coder", ["Don", "'t", " pay", " ", *"1234567", "!!", "\n"]),
         ("command-r", ["Don", "'t", " pay", " ", *"1234567", "!!", "\n"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from llmpq.checkpoints.gguf_file import BLOCKS, open_gguf
@@ -149,6 +151,102 @@ NEMOTRON_SAYS = {
     "ssm.conv_kernel": 4,
     "rope.dimension_count": 24,
 }
+FALCON_H1 = {
+    "head_dim": 24,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+    "mamba_norm_before_gate": False,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.7, 1.3],
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "ssm_in_multiplier": 1.4,
+    "ssm_out_multiplier": 0.6,
+}
+FALCON_H1_SAYS = {
+    "ssm.inner_size": 96,
+    "ssm.time_step_rank": 8,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.conv_kernel": 4,
+}
+KIMI = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_heads": 4,
+    "linear_head_dim": 32,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.7,
+    "bos_token_id": 0,
+    "pad_token_id": 0,
+}
+KIMI_SAYS = {
+    "attention.head_count_kv": [0, 1, 0, 1],
+    "attention.kv_lora_rank": 64,
+    "attention.key_length": 72,
+    "attention.key_length_mla": 40,
+    "attention.value_length": 8,
+    "attention.value_length_mla": 24,
+    "rope.dimension_count": 8,
+    "ssm.conv_kernel": 4,
+    "kda.head_dim": 32,
+    "expert_count": 6,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 32,
+    "expert_shared_count": 1,
+    "expert_gating_func": 2,
+    "expert_weights_scale": 1.7,
+    "expert_group_used_count": 1,
+    "leading_dense_block_count": 1,
+}
+IN_ONE = "qwen3moe, gates above ups in one tensor"
+SHARED_CACHES = "gemma4, shared caches, inputs of layers"
+GEMMA_4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e5,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    },
+}
+GEMMA_4_SAYS: dict[str, Any] = {
+    "attention.key_length": 64,
+    "attention.value_length": 64,
+    "attention.key_length_swa": 32,
+    "attention.value_length_swa": 32,
+    "attention.sliding_window": 6,
+    "attention.sliding_window_pattern": [True, False] * 2,
+    "rope.dimension_count": 64,
+    "rope.dimension_count_swa": 32,
+    "rope.freq_base_swa": 1e3,
+    "attention.shared_kv_layers": 0,
+    "embedding_length_per_layer_input": 0,
+}
 SECTIONS = {"rope.dimension_sections": [11, 11, 10, 0]}
 KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     # What it is: Transformers' class, the file's architecture, config, metadata beside the common.
@@ -269,6 +367,59 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
             "moe_latent_size": 32,
         },
     ),
+    "falcon-h1": (
+        "FalconH1",
+        "falcon-h1",
+        {**FALCON_H1, "mamba_rms_norm": True, "mlp_bias": True},
+        FALCON_H1_SAYS,
+    ),
+    "falcon-h1 without its norm": ("FalconH1", "falcon-h1", FALCON_H1, FALCON_H1_SAYS),
+    "kimi-linear": ("KimiLinear", "kimi-linear", KIMI, KIMI_SAYS),
+    "kimi-linear, latents of queries": (
+        "KimiLinear",
+        "kimi-linear",
+        {**KIMI, "q_lora_rank": 20, "n_shared_experts": 2},
+        {**KIMI_SAYS, "attention.q_lora_rank": 20, "expert_shared_count": 2},
+    ),
+    "gemma4, its mixture, keys for values": (
+        "Gemma4Text",
+        "gemma4",
+        {
+            **GEMMA_4,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+            "final_logit_softcapping": 3.0,
+        },
+        {
+            **GEMMA_4_SAYS,
+            "attention.head_count_kv": [2, 1] * 2,
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 32,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    SHARED_CACHES: (
+        "Gemma4Text",
+        "gemma4",
+        {
+            **GEMMA_4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 199,
+        },
+        {
+            **GEMMA_4_SAYS,
+            "attention.shared_kv_layers": 2,
+            "feed_forward_length": [96, 96, 192, 192],
+            "embedding_length_per_layer_input": 32,
+        },
+    ),
     "granitehybrid": ("GraniteMoeHybrid", "granitehybrid", GRANITE_4, GRANITE_4_SAYS),
     "granitehybrid with positions, a mixture": (
         "GraniteMoeHybrid",
@@ -298,6 +449,18 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"expert_count": 4, "expert_used_count": 2},
     ),
     "qwen3moe": (
+        "Qwen3Moe",
+        "qwen3moe",
+        {
+            "head_dim": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+        {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 40},
+    ),
+    IN_ONE: (
         "Qwen3Moe",
         "qwen3moe",
         {
@@ -418,17 +581,21 @@ IN_PAIRS = ("granitehybrid", "llama", "granite", "smollm3", "arcee")
 """Architectures whose files have rows in pairs where Transformers has halves."""
 
 
-def random_model(kind: str) -> Any:
+def random_model(kind: str, sizes: dict[str, Any] | None = None, noise: float = 0.1) -> Any:
     import transformers
 
     name, _, changes, _ = KINDS[kind]
     torch.manual_seed(3)
-    config = getattr(transformers, f"{name}Config")(**{**BASE, **changes})
+    config = getattr(transformers, f"{name}Config")(**{**BASE, **changes, **(sizes or {})})
     model_class = f"{name.removesuffix('Text')}ForCausalLM"
     model = getattr(transformers, model_class)(config).float().eval()
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's heads
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+            parameter.add_(torch.randn_like(parameter) * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("correction_bias", "layer_scalar")):
+                buffer.add_(torch.randn_like(buffer) * noise)
     return model
 
 
@@ -454,6 +621,17 @@ HYBRID: dict[str, tuple[str, Callable[[Tensor, Any], Tensor]]] = {
     "mamba.D": ("ssm_d", lambda t, _: t[:, None]),
     "mamba.dt_bias": ("ssm_dt.bias", lambda t, _: t),
     "mamba.norm.weight": ("ssm_norm.weight", lambda t, c: t.view(c.mamba_n_groups, -1)),
+    "self_attn.A_log": ("ssm_a", lambda t, _: -t.exp()),
+    "self_attn.dt_bias": ("ssm_dt.bias", lambda t, _: t),
+    **{
+        f"self_attn.{kind}_conv1d.weight": (
+            f"ssm_conv1d_{kind}.weight",
+            lambda t, _: t.reshape(1, t.shape[0], 1, -1),
+        )
+        for kind in ("q", "k", "v")
+    },
+    "router.scale": ("ffn_gate_inp.scale", lambda t, _: t),
+    "router.per_expert_scale": ("ffn_down_exps.scale", lambda t, _: t),
 }
 """A part of a recurrent layer -> what a file calls it, and its form there."""
 
@@ -509,8 +687,23 @@ def converted(model: Any, kind: str) -> dict[str, Tensor]:
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     found = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in published(model).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if arch == "falcon-h1":
+            tensor = tensor * factor_of(name, tensor, config)
+        if name.endswith("kv_b_proj.weight"):
+            by_head = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys, values = by_head.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+            for part, piece in {"k": keys.transpose(1, 2), "v": values}.items():
+                found[f"blk.{name.split('.')[2]}.attn_{part}_b.weight"] = piece
+            continue
+        one = re.fullmatch(r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.\d+\.(w\d).*", name)
+        if one:
+            part = {"w1": "gate", "w2": "down", "w3": "up"}[one[2]]
+            whole = f"blk.{one[1]}.ffn_{part}_exps.weight"
+            rows = found.get(whole, torch.empty(0, *tensor.shape))
+            found[whole] = torch.cat((rows, tensor[None]))
             continue
         turned = re.search(r"\.([qk])_proj\.", name)
         if turned and arch in IN_PAIRS:
@@ -521,7 +714,9 @@ def converted(model: Any, kind: str) -> dict[str, Tensor]:
         above_one = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
         if arch in above_one and name.endswith("norm.weight"):
             tensor = tensor + 1
-        if name.endswith("experts.gate_up_proj"):
+        if name.endswith("experts.gate_up_proj") and kind == IN_ONE:
+            found[f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight"] = tensor
+        elif name.endswith("experts.gate_up_proj") and arch != "gemma4":
             layer = name.split(".")[2]
             gate, up = tensor.chunk(2, dim=1)
             found |= {
@@ -548,6 +743,7 @@ def converted(model: Any, kind: str) -> dict[str, Tensor]:
             found[stored] = torch.cat((rows, tensor[None]))
         else:
             told = name.replace("model.", "backbone.") if arch.startswith("nemotron_h") else name
+            told = told.replace("e_score_correction_bias", "e_score_correction.bias")
             stored = table.get_name(told, try_suffixes=(".weight", ".bias"))
             if name.endswith("feed_forward.expert_bias"):
                 stored = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
@@ -555,14 +751,58 @@ def converted(model: Any, kind: str) -> dict[str, Tensor]:
             if stored is None and any(gate in name for gate in gates):
                 stored = f"blk.{name.split('.')[2]}.ffn_gate_inp.weight"
             assert stored is not None, name
+            if not stored.endswith((".weight", ".bias")):
+                stored += ".weight"
             found[stored] = tensor
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         for end in ("long", "short"):
             found[f"rope_factors_{end}.weight"] = torch.tensor(rope[f"{end}_factor"])
+    if arch == "gemma4":
+        pairs = GEMMA_4["global_head_dim"] // 2
+        count = int(pairs * rope["full_attention"]["partial_rotary_factor"])
+        factors = [1.0] * count + [1e30] * (pairs - count)
+        found["rope_freqs.weight"] = torch.tensor(factors)
     if rope.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = llama3_factors(config, rope)
     return found
+
+
+def published(model: Any) -> dict[str, Tensor]:
+    """A model's tensors by the names that its checkpoints have."""
+    if model.config.model_type != "kimi_linear":
+        return dict(model.state_dict())
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        stored = load_file(Path(folder) / "model.safetensors")
+    # Moonshot's own call the dense layers' MLP so, and Transformers as those with experts.
+    dense = re.compile(r"block_sparse_moe\.(?=(gate|up|down)_proj)")
+    return {dense.sub("mlp.", name): tensor for name, tensor in stored.items()}
+
+
+def factor_of(name: str, tensor: Tensor, config: Any) -> Any:
+    """What a converter multiplies a matrix of Falcon-H1 by."""
+    gate, down = config.mlp_multipliers
+    of_input = config.attention_in_multiplier
+    inner, state = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    rows = [inner, inner, state, state, config.mamba_n_heads]
+    columns = [
+        torch.full((count,), factor * config.ssm_in_multiplier)
+        for count, factor in zip(rows, config.ssm_multipliers, strict=True)
+    ]
+    factors: dict[str, Any] = {
+        "down_proj": down,
+        "gate_proj": gate,
+        "k_proj": config.key_multiplier * of_input,
+        "q_proj": of_input,
+        "v_proj": of_input,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "in_proj": torch.cat(columns)[:, None],
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    return next((factor for part, factor in factors.items() if f".{part}." in f".{name}"), 1.0)
 
 
 def llama3_factors(config: Any, rope: dict[str, Any]) -> Tensor:
@@ -623,7 +863,7 @@ def write(
         array = tensor.detach().float().contiguous().numpy()
         number = gguf.GGMLQuantizationType[form]
         plain = any(part in name for part in ("norm", "_inp", "conv1d"))
-        if form != "F32" and array.ndim > 1 and not plain:
+        if form != "F32" and array.ndim > 1 and name.endswith(".weight") and not plain:
             writer.add_tensor(name, stored_as(array, number), raw_dtype=number)
         else:
             writer.add_tensor(name, array)
@@ -1167,23 +1407,21 @@ def test_scales_too_small_for_float16_are_read_as_numbers(tmp_path: Path) -> Non
 
 KEPT = [(kind, form) for kind in ("llama", "glm4") for form in ("Q8_0", "Q4_0", "Q4_K", "Q5_K")]
 KEPT.append(("qwen35", "Q4_0"))  # whose columns are put in another order, too
+BY_32 = ("falcon-h1", "kimi-linear", "gemma4, its mixture, keys for values", SHARED_CACHES)
+KEPT += [(kind, form) for kind in BY_32 for form in ("Q4_0", "Q8_0")]
+"""Kinds whose rows are whole blocks as they are."""
 
 
 @pytest.mark.parametrize(("kind", "form"), KEPT)
 def test_runs_of_kept_codes_give_the_logits_of_their_numbers(
     kind: str, form: str, tmp_path: Path
 ) -> None:
-    import transformers
-
     path = tmp_path / "model.gguf"
-    name, _, changes, _ = KINDS[kind]
-    torch.manual_seed(3)
-    config = getattr(transformers, f"{name}Config")(**{**BASE, **changes, **WIDE, "head_dim": 64})
-    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).float().eval()
+    model = random_model(kind, {} if kind in BY_32 else {**WIDE, "head_dim": 64}, noise=0.0)
     write_model(kind, path, form, model)
     precision = Precision.W4A16 if form.startswith("Q4") else Precision.W8A16
     options: dict[str, Any] = {"dtype": torch.float32}
-    layers = config.num_hidden_layers
+    layers = model.config.num_hidden_layers
     packed = logits(
         path,
         precisions=[precision] * layers,
