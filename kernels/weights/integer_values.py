@@ -2,8 +2,8 @@
 
     w[n, k] = scale[n, g(k)] (code[n, k] - zero[n, g(k)]),  g(k) = g_idx[k], or k // group size
 
-The forms are drawn in interchange.py, which keeps codes as they are; here they become float32, for
-groups and orders that no kernel of ours takes.
+interchange.py says how codes lie in each form, and keeps them as they are. Here they become
+float32, for groups and orders of channels that no kernel of ours takes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def values_of_gptq(
     if not v2:
         zero_GN = (zero_GN + 1) & (1 << bits) - 1
     scale_NG, order = tensors["scales"].t(), tensors.get("g_idx")
-    return _numbers(codes, scale_NG, zero_GN.t(), order, group_size)
+    return _values(codes, scale_NG, zero_GN.t(), order, group_size)
 
 
 def values_of_awq(tensors: Mapping[str, Tensor], *, group_size: int | None = None) -> Tensor:
     """Return float32 [N, K] of `qweight`, `qzeros` and `scales` (GEMM version)."""
     codes, zero_NG = awq_unpack(tensors["qweight"]).t(), awq_unpack(tensors["qzeros"]).t()
-    return _numbers(codes, tensors["scales"].t(), zero_NG, None, group_size)
+    return _values(codes, tensors["scales"].t(), zero_NG, None, group_size)
 
 
 def values_of_packed(tensors: Mapping[str, Tensor], *, bits: int) -> Tensor:
@@ -42,10 +42,10 @@ def values_of_packed(tensors: Mapping[str, Tensor], *, bits: int) -> Tensor:
     zero_NG = torch.tensor(2 ** (bits - 1))
     if "weight_zero_point" in tensors:
         zero_NG = unpack_stream(tensors["weight_zero_point"].t().contiguous(), bits, n).t()
-    return _numbers(codes, tensors["weight_scale"], zero_NG, tensors.get("weight_g_idx"))
+    return _values(codes, tensors["weight_scale"], zero_NG, tensors.get("weight_g_idx"))
 
 
-def _numbers(
+def _values(
     codes_NK: Tensor,
     scale_NG: Tensor,
     zero_NG: Tensor,

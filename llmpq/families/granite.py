@@ -51,8 +51,8 @@ def hybrid_fields(config: Config) -> dict[str, Any]:
     """Return the fields of a Granite 4."""
     base = fields(config)
     kinds = ["linear_attention"] * base["num_layers"]
-    key = "layer_types" if config.get("layer_types") else "layers_block_type"
-    found = mixers(config, kinds, recurrent={"mamba", "linear_attention"}, key=key)
+    layer_types = "layer_types" if config.get("layer_types") else "layers_block_type"
+    found = mixers(config, kinds, recurrent={"mamba", "linear_attention"}, key=layer_types)
     for key in config:
         if key.startswith(("mamba_", "time_step_")) or key == "num_experts_per_tok":
             config.get(key)  # read, and without effect where all layers are attention
@@ -68,8 +68,8 @@ def hybrid_fields(config: Config) -> dict[str, Any]:
 
 def mixture_fields(config: Config) -> dict[str, Any]:
     """Return the fields of a mixture of Granite 3."""
-    given = config.get("shared_intermediate_size")
-    shared = size(config, "shared_intermediate_size") if is_given(given) else 0
+    key = "shared_intermediate_size"
+    shared = size(config, key) if is_given(config.get(key)) else 0
     return {**fields(config), **counts(config, "num_local_experts"), "shared_ffn": shared}
 
 

@@ -27,12 +27,8 @@ COLUMNS: dict[ExecutionMode, str] = {
     "gpu_packed_kv": "GPU KV 8 4 2",
     "gpu_rounded": "GPU w8a8",
 }
-
-
 GGUF = {"architectures": "read from GGUF files", "types": "in blocks of"}
 """What of GGUF files is listed -> how it is called."""
-
-
 ALL = "llmpq-algo models without a word lists all"
 
 
@@ -41,8 +37,8 @@ class ModelRow:
     """What one family or model runs with, on CPUs always with 16-bit KV."""
 
     name: str
-    says: str
-    """A family's `model_type`s, or a model's size."""
+    kind: str
+    """A family's `model_type`s, or a model's parameters."""
     missing: dict[ExecutionMode, tuple[str, ...]]
 
 
@@ -59,8 +55,8 @@ def show_models(request: ModelsRequest) -> None:
             kind: [
                 {
                     "name": r.name,
-                    "says": r.says,
-                    "missing": {w: list(m) for w, m in r.missing.items()},
+                    "says": r.kind,
+                    "missing": {mode: list(m) for mode, m in r.missing.items()},
                 }
                 for r in rows
             ]
@@ -71,8 +67,8 @@ def show_models(request: ModelsRequest) -> None:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return
     tables = [
-        _table(title, says, rows)
-        for title, says, rows in (
+        _table(title, kind, rows)
+        for title, kind, rows in (
             ("family", "model_type in config.json", families),
             ("built-in model", "parameters", models),
         )
@@ -93,7 +89,7 @@ def show_models(request: ModelsRequest) -> None:
 def _with(word: str, rows: list[ModelRow]) -> list[ModelRow]:
     """Return the rows that have a word in their names or `model_type`s, dashes or none."""
     ids, plain = builtin_ids(), _plain(word)
-    return [r for r in rows if plain in _plain(" ".join((r.name, r.says, *ids.get(r.name, ()))))]
+    return [r for r in rows if plain in _plain(" ".join((r.name, r.kind, *ids.get(r.name, ()))))]
 
 
 def _plain(name: str) -> str:
@@ -111,10 +107,10 @@ def _families() -> list[ModelRow]:
     for family in FAMILIES.values():
         own = [spec for spec in specs if spec.family == family.name]
         missing = {
-            way: tuple(dict.fromkeys(name for spec in own for name in lacks(spec, way)))
-            for way in EXECUTION_MODES
+            mode: tuple(dict.fromkeys(name for spec in own for name in lacks(spec, mode)))
+            for mode in EXECUTION_MODES
         }
-        rows.append(ModelRow(name=family.name, says=" ".join(family.model_types), missing=missing))
+        rows.append(ModelRow(name=family.name, kind=" ".join(family.model_types), missing=missing))
     return rows
 
 
@@ -122,29 +118,29 @@ def _model(name: str) -> ModelRow:
     spec = ModelSpec.by_name(name)
     return ModelRow(
         name=name,
-        says=f"{spec.num_params / 1e9:.1f}e9",
-        missing={way: lacks(spec, way) for way in EXECUTION_MODES},
+        kind=f"{spec.num_params / 1e9:.1f}e9",
+        missing={mode: lacks(spec, mode) for mode in EXECUTION_MODES},
     )
 
 
-def _table(title: str, says: str, rows: list[ModelRow]) -> str:
-    """Return rows of `yes` and `no` under the ways' names."""
+def _table(title: str, kind: str, rows: list[ModelRow]) -> str:
+    """Return rows of `yes` and `no` under the modes' names."""
     first = max(len(title), *(len(row.name) for row in rows)) + 2
-    second = max(len(says), *(len(row.says) for row in rows)) + 2
+    second = max(len(kind), *(len(row.kind) for row in rows)) + 2
     head = "".join(f"{name:<13}" for name in ("CPU", *COLUMNS.values())).rstrip()
-    lines = [f"{title:<{first}}{says:<{second}}{head}"]
+    lines = [f"{title:<{first}}{kind:<{second}}{head}"]
     for row in rows:
-        cells = ["yes", *("no" if row.missing[way] else "yes" for way in COLUMNS)]
-        line = f"{row.name:<{first}}{row.says:<{second}}" + "".join(f"{c:<13}" for c in cells)
+        cells = ["yes", *("no" if row.missing[mode] else "yes" for mode in COLUMNS)]
+        line = f"{row.name:<{first}}{row.kind:<{second}}" + "".join(f"{c:<13}" for c in cells)
         lines.append(line.rstrip())
     return "\n".join(lines) + "\n"
 
 
 def _why(rows: list[ModelRow]) -> str:
-    """Return, for each family, what the ways lack that do not run it."""
+    """Return, for each family, what the modes lack that do not run it."""
     lines = []
     for row in rows:
-        for way, missing in row.missing.items():
+        for mode, missing in row.missing.items():
             if missing:
-                lines.append(f"{row.name}: {EXECUTION_MODES[way]} lacks {', '.join(missing)}")
+                lines.append(f"{row.name}: {EXECUTION_MODES[mode]} lacks {', '.join(missing)}")
     return "\n".join(lines) + "\n"

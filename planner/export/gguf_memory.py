@@ -37,7 +37,7 @@ FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class GgufLayers:
+class GgufTypes:
     """The types of a plan's file."""
 
     types: Mapping[Precision, str]
@@ -56,16 +56,16 @@ class GpuShare:
     has_output: bool
 
 
-def gguf_bytes(plan: Plan, spec: ModelSpec, share: GpuShare, how: GgufLayers) -> int | None:
+def gguf_bytes(plan: Plan, spec: ModelSpec, share: GpuShare, form: GgufTypes) -> int | None:
     """Return what a GPU holds in llama.cpp's forms; None where the plan does not say its memory."""
     memory = share.stage.memory
     if memory is None:
         return None
     weights = sum(
-        _layer_bytes(spec.of_layer(layer), how.types[precision], how.experts[precision])
+        _layer_bytes(spec.of_layer(layer), form.types[precision], form.experts[precision])
         for layer, precision in zip(range(*share.stage.layers), share.stage.precisions, strict=True)
     )
-    output = spec.vocab * spec.hidden * BITS[how.output] / 8 if share.has_output else 0.0
+    output = spec.vocab * spec.hidden * BITS[form.output] / 8 if share.has_output else 0.0
     job = plan.workload.model_copy(update={"kv": KVPrecision.KV16, "dtype": "float16"})
     kv = planned_kv_bytes(
         spec,
@@ -74,17 +74,17 @@ def gguf_bytes(plan: Plan, spec: ModelSpec, share: GpuShare, how: GgufLayers) ->
         chunk=plan.prefill_chunk,
         prefill_microbatch=plan.prefill_microbatch,
     )
-    kv_bytes = kv * BITS[how.cache] / 16
+    kv_bytes = kv * BITS[form.cache] / 16
     return int(weights + output + kv_bytes) + memory.workspace_bytes + memory.context_bytes
 
 
 def memory_lines(
-    plan: Plan, spec: ModelSpec, shares: Sequence[GpuShare], how: GgufLayers
+    plan: Plan, spec: ModelSpec, shares: Sequence[GpuShare], form: GgufTypes
 ) -> tuple[str | None, str | None]:
     """Return a comment with every GPU's memory, and which are short; None where not known."""
     said, short = [], []
     for share in shares:
-        needed, memory = gguf_bytes(plan, spec, share, how), share.stage.memory
+        needed, memory = gguf_bytes(plan, spec, share, form), share.stage.memory
         if needed is None or memory is None:
             return None, None
         name = share.stage.device
@@ -100,14 +100,14 @@ def memory_lines(
     return f"# memory in llama.cpp's forms: {', '.join(said)}", lack if short else None
 
 
-def _layer_bytes(one: ModelSpec, type_: str, experts: str) -> float:
+def _layer_bytes(layer: ModelSpec, type_: str, experts: str) -> float:
     """Return the bytes of a layer: matrices in a type, norms and biases in float32."""
-    matrices = one.linears()
+    matrices = layer.linears()
     packed = sum(
         m.num_weights * BITS[_type_of(m.in_features, experts if m.of_expert else type_)] / 8
         for m in matrices
     )
-    others = one.layer_params - sum(m.num_weights for m in matrices)
+    others = layer.layer_params - sum(m.num_weights for m in matrices)
     return packed + others * FLOAT32_BYTES
 
 

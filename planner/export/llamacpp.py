@@ -18,7 +18,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.export.gguf_memory import (
     WIDE_BLOCK,
-    GgufLayers,
+    GgufTypes,
     GpuShare,
     memory_lines,
 )
@@ -208,7 +208,7 @@ def _as_published(plan: Plan, spec: ModelSpec) -> bool:
     return FAMILIES[spec.family].published_as is not None and set(by_precision(plan)) <= _KEPT_BITS
 
 
-def _file_types(plan: Plan, spec: ModelSpec, plain: str) -> GgufLayers:
+def _file_types(plan: Plan, spec: ModelSpec, plain: str) -> GgufTypes:
     """Return the types of the file that is served, and of the cache."""
     own = GGUF_TYPES if spec.hidden % WIDE_BLOCK == 0 else NARROW_TYPES
     types = {Precision.W16A16: plain, **own}
@@ -216,11 +216,11 @@ def _file_types(plan: Plan, spec: ModelSpec, plain: str) -> GgufLayers:
     published = FAMILIES[spec.family].published_as
     if published is not None and _as_published(plan, spec):
         of_experts = dict.fromkeys(types, published)
-        return GgufLayers(
+        return GgufTypes(
             types=dict.fromkeys(types, plain), experts=of_experts, output=plain, cache=cache
         )
     head = plan.settings().head(on_cpu=plan.stages[-1].is_cpu)
-    return GgufLayers(types=types, experts=types, output=types[head], cache=cache)
+    return GgufTypes(types=types, experts=types, output=types[head], cache=cache)
 
 
 def _quantise(plan: Plan, spec: ModelSpec, plain: str) -> tuple[list[str], str]:

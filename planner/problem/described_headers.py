@@ -62,30 +62,30 @@ class DescribedHeader:
         return [rows, columns]
 
 
-def is_described(described: Mapping[str, Any]) -> bool:
+def is_described(config: Mapping[str, Any]) -> bool:
     """Whether a config says how linears are quantised; of Atom's form the files alone do."""
-    method = described.get("quant_method")
+    method = config.get("quant_method")
     needed = {"gptq": "bits", "compressed-tensors": "config_groups"}.get(str(method))
-    return method != OWN_FORM and (needed is None or bool(described.get(needed)))
+    return method != OWN_FORM and (needed is None or bool(config.get(needed)))
 
 
 def described_headers(
-    spec: ModelSpec, described: Mapping[str, Any], where: object
+    spec: ModelSpec, config: Mapping[str, Any], where: object
 ) -> dict[str, DescribedHeader]:
-    """Return the tensors of quantised linears of a model that `described` says the form of.
+    """Return the tensors of quantised linears of a model whose `quantization_config` is `config`.
 
     Of a layer's experts, which are quantised alike, the first stands for all. `ValueError` where
     the config does not say enough.
     """
-    if not is_described(described):
+    if not is_described(config):
         raise ValueError(
             f"'{where}' is quantised but has no model.safetensors, whose header says at how many "
             "bits each layer is stored; get its weights, or say it with --bits"
         )
-    method = described["quant_method"]
+    method = config["quant_method"]
     tensors: dict[str, Any] = {}
     for piece in pieces(spec, experts_apart=method != "mxfp4"):
-        for name, dtype, shape in METHODS[method](piece, described):
+        for name, dtype, shape in METHODS[method](piece, config):
             entry = {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}
             tensors[name] = entry | {"holds": [piece.rows, piece.columns]}
     header = DescribedHeader(tensors)
@@ -136,10 +136,10 @@ def _scales(piece: Piece, group: int | None) -> int:
     return -(-piece.columns // group) if group and group > 0 else 1
 
 
-def _fp8(piece: Piece, described: Mapping[str, Any], *, by_row: bool = False) -> Tensors:
-    skipped = described.get("modules_to_not_convert") or described.get("ignored_layers")
+def _fp8(piece: Piece, config: Mapping[str, Any], *, by_row: bool = False) -> Tensors:
+    skipped = config.get("modules_to_not_convert") or config.get("ignored_layers")
     if not _is_named(piece, skipped):
-        yield from _e4m3(piece, fp8_block(described), by_row=by_row)
+        yield from _e4m3(piece, fp8_block(config), by_row=by_row)
 
 
 def _e4m3(piece: Piece, block: Any, *, by_row: bool) -> Tensors:
@@ -151,71 +151,71 @@ def _e4m3(piece: Piece, block: Any, *, by_row: bool) -> Tensors:
         yield f"{piece.name}.weight_scale", "F32", [piece.rows, 1] if by_row else [1]
 
 
-def _mxfp4(piece: Piece, described: Mapping[str, Any]) -> Tensors:
+def _mxfp4(piece: Piece, config: Mapping[str, Any]) -> Tensors:
     """OpenAI's form: the codes of a layer's experts in one tensor."""
-    if ".experts" in piece.name and not _is_named(piece, described.get("modules_to_not_convert")):
+    if ".experts" in piece.name and not _is_named(piece, config.get("modules_to_not_convert")):
         yield f"{piece.module}_blocks", "U8", [1, piece.rows, piece.columns // 32, 16]
         yield f"{piece.module}_scales", "U8", [1, piece.rows, piece.columns // 32]
 
 
-def _gptq(piece: Piece, described: Mapping[str, Any]) -> Tensors:
-    bits, dynamic = described["bits"], described.get("dynamic") or {}
-    lists = described.get("modules_in_block_to_quantize") or ()
+def _gptq(piece: Piece, config: Mapping[str, Any]) -> Tensors:
+    bits, dynamic = config["bits"], config.get("dynamic") or {}
+    lists = config.get("modules_in_block_to_quantize") or ()
     chosen = [name for names in lists for name in names]
     left_out = [rule[2:] for rule in dynamic if rule.startswith("-:")]
     if any(re.match(rule, name) for rule in left_out for name in piece.modules):
         return
     if chosen and not _is_named(piece, chosen):
         return
-    groups = _scales(piece, described.get("group_size"))
+    groups = _scales(piece, config.get("group_size"))
     yield f"{piece.name}.qweight", "I32", [piece.columns * bits // 32, piece.rows]
     yield f"{piece.name}.scales", "F16", [groups, piece.rows]
 
 
-def _awq(piece: Piece, described: Mapping[str, Any]) -> Tensors:
-    if not _is_named(piece, described.get("modules_to_not_convert")):
+def _awq(piece: Piece, config: Mapping[str, Any]) -> Tensors:
+    if not _is_named(piece, config.get("modules_to_not_convert")):
         yield f"{piece.name}.qweight", "I32", [piece.columns, piece.rows // 8]
-        groups = _scales(piece, described.get("group_size", described.get("q_group_size")))
+        groups = _scales(piece, config.get("group_size", config.get("q_group_size")))
         yield f"{piece.name}.scales", "F16", [groups, piece.rows]
 
 
-def _bitsandbytes(piece: Piece, described: Mapping[str, Any]) -> Tensors:
-    if not _is_named(piece, described.get("llm_int8_skip_modules")):
-        weights, kind = piece.rows * piece.columns, described.get("bnb_4bit_quant_type", "fp4")
+def _bitsandbytes(piece: Piece, config: Mapping[str, Any]) -> Tensors:
+    if not _is_named(piece, config.get("llm_int8_skip_modules")):
+        weights, kind = piece.rows * piece.columns, config.get("bnb_4bit_quant_type", "fp4")
         yield f"{piece.name}.weight", "U8", [weights // 2, 1]
         yield f"{piece.name}.weight.absmax", "U8", [-(-weights // BNB_BLOCK)]
         yield f"{piece.name}.weight.quant_state.bitsandbytes__{kind}", "U8", [1]
 
 
-def _modelopt(piece: Piece, described: Mapping[str, Any]) -> Tensors:
-    skipped = described.get("exclude_modules") or described.get("ignore")
+def _modelopt(piece: Piece, config: Mapping[str, Any]) -> Tensors:
+    skipped = config.get("exclude_modules") or config.get("ignore")
     if _is_named(piece, skipped):
         return
-    algorithm = str(described.get("quant_algo")).upper()
-    for module, own in (described.get("quantized_layers") or {}).items():
+    algorithm = str(config.get("quant_algo")).upper()
+    for module, own in (config.get("quantized_layers") or {}).items():
         if _is_named(piece, [module]):
             algorithm = str(own.get("quant_algo")).upper()
             break
     else:
-        if described.get("quantized_layers"):
+        if config.get("quantized_layers"):
             return
     if algorithm in NVFP4:
         yield f"{piece.name}.weight", "U8", [piece.rows, piece.columns // 2]
         yield f"{piece.name}.weight_scale", "F8_E4M3", [piece.rows, piece.columns // 16]
         yield f"{piece.name}.weight_scale_2", "F32", []
     else:
-        block = described.get("weight_block_size")
+        block = config.get("weight_block_size")
         yield from _e4m3(piece, block, by_row=algorithm == FP8_BY_ROW)
 
 
-def _compressed_tensors(piece: Piece, described: Mapping[str, Any]) -> Tensors:
-    if _is_named(piece, described.get("ignore")):
+def _compressed_tensors(piece: Piece, config: Mapping[str, Any]) -> Tensors:
+    if _is_named(piece, config.get("ignore")):
         return
-    groups = (described.get("config_groups") or {}).values()
+    groups = (config.get("config_groups") or {}).values()
     for group in groups:
         targets, weights = group.get("targets") or ["Linear"], group.get("weights") or {}
         if "Linear" in targets or _is_named(piece, targets):
-            yield from _compressed(piece, weights, group.get("format") or described.get("format"))
+            yield from _compressed(piece, weights, group.get("format") or config.get("format"))
             return
 
 

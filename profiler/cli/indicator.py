@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Tables = tuple[Mapping[Precision, Sequence[float]], Mapping[KVPrecision, Sequence[float]], str]
+"""Omega of every layer by precision, of weights and of KV, and how it was computed."""
+
 
 def main(request: OmegaRequest) -> int:
     """Compute omega and write it."""
@@ -39,10 +43,17 @@ def main(request: OmegaRequest) -> int:
     precisions = tuple(Precision.parse(b) for b in request.bits.split(","))
     kv = tuple(KVPrecision.parse(b) for b in request.kv.split(",") if b)
     started = time.perf_counter()
-    if request.kind == "random":
-        sensitivity = _random(request, spec, precisions, kv)
-    else:
-        sensitivity = _observed(request, spec, precisions, kv)
+    tables = _random if request.kind == "random" else _observed
+    weights, caches, note = tables(request, spec, precisions, kv)
+    sensitivity = Sensitivity(
+        indicator=request.kind,
+        model=spec.name,
+        model_fingerprint=spec.fingerprint(),
+        num_layers=spec.num_layers,
+        weights={p: tuple(values) for p, values in weights.items()},
+        kv={k: tuple(values) for k, values in caches.items()},
+        note=note,
+    )
     seconds = time.perf_counter() - started
     sensitivity.save_json(request.output)
     Console().print(omega_table(sensitivity))
@@ -66,21 +77,14 @@ def _random(
     spec: ModelSpec,
     precisions: tuple[Precision, ...],
     kv: tuple[KVPrecision, ...],
-) -> Sensitivity:
+) -> Tables:
     from llmpq.profiler.quality.omega import random_tables
 
     if request.seed < 0:
         raise ValueError(f"--seed must be at least 0, got {request.seed}")
     weights, caches = random_tables(spec.num_layers, precisions, kv, seed=request.seed)
-    return Sensitivity(
-        indicator="random",
-        model=spec.name,
-        model_fingerprint=spec.fingerprint(),
-        num_layers=spec.num_layers,
-        weights={p: tuple(values) for p, values in weights.items()},
-        kv={k: tuple(values) for k, values in caches.items()},
-        note=f"uniform random numbers, seed {request.seed}: says nothing about the model",
-    )
+    note = f"uniform random numbers, seed {request.seed}: says nothing about the model"
+    return weights, caches, note
 
 
 def _observed(
@@ -88,7 +92,7 @@ def _observed(
     spec: ModelSpec,
     precisions: tuple[Precision, ...],
     kv: tuple[KVPrecision, ...],
-) -> Sensitivity:
+) -> Tables:
     import torch
 
     from llmpq.profiler.quality.observation import cut_windows, observe
@@ -115,15 +119,8 @@ def _observed(
             device=device,
             on_layer=lambda _: progress.advance(task),
         )
-    return Sensitivity(
-        indicator=request.kind,
-        model=spec.name,
-        model_fingerprint=spec.fingerprint(),
-        num_layers=spec.num_layers,
-        weights={p: tuple(values) for p, values in observer.table.items()},
-        kv={k: tuple(values) for k, values in observer.kv_table.items()},
-        note=f"{how}; {len(windows)} windows of {length} tokens of {request.text.name}",
-    )
+    note = f"{how}; {len(windows)} windows of {length} tokens of {request.text.name}"
+    return observer.table, observer.kv_table, note
 
 
 def _observer(
