@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,14 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan, Predicted, Prefer, SolverReport
 from llmpq.planner import limits
+from llmpq.planner.check.verify import MOST_WAVES
 from llmpq.planner.evaluate.objective import job_time, value
 from llmpq.planner.front.preference import TOLERANCE, WEIGHTS
 from llmpq.planner.problem.make_problem import parse_kv, stated_theta
-from llmpq.planner.problem.outcome import OPTIMAL_GAP, Outcome
+from llmpq.planner.problem.outcome import OPTIMAL_GAP, Outcome, Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
-from llmpq.planner.solving.device_groups import may_group
+from llmpq.planner.solving.device_groups import may_group, on_places
 from llmpq.planner.solving.methods import NO_PLAN, SolveOptions
 from llmpq.planner.solving.plan_search import nothing_fits, search_plan, variants_with_room
 from llmpq.planner.solving.worker import plan_in_child, topology_in_child
@@ -41,6 +43,30 @@ class Answer:
     problem: Problem
     outcome: Outcome
     plan: Plan
+    waves: int = 1
+    """How often the plan is run for all rows of a job that it has no room for at once."""
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of the job, as the search counts them."""
+        return self.waves * job_time(self.problem, self.outcome.assignment).total_s
+
+
+def in_waves(
+    problem: Problem, options: SolveOptions, path: str | None, refused: DoesNotFitError
+) -> Answer:
+    """Return the best pipeline in several waves where `refused` says that one has no room."""
+    rows, found = problem.workload.batch, list[Answer]()
+    if isinstance(refused, Unfinished):  # there may be room
+        raise refused
+    own = replace(options, time_limit_s=options.time_limit_s / MOST_WAVES)
+    for waves in range(2, min(MOST_WAVES, rows) + 1):
+        job = problem.with_job(batch=-(-rows // waves)).with_changes(theta=problem.theta / waves)
+        with suppress(DoesNotFitError):
+            found.append(replace(answer(job, own, path), waves=waves))
+    if not found:
+        raise refused
+    return min(found, key=lambda one: _score_in_waves(one, options))
 
 
 def solve_options(request: PlanRequest, cluster: Cluster) -> SolveOptions:
@@ -111,7 +137,7 @@ def answer_topology(
     *,
     exactly: int | None = None,
 ) -> TopologyAnswer:
-    """Return the best topology of a job whose best pipeline is known.
+    """Return the best topology of a job whose best pipeline is known, in waves or of all rows.
 
     All are compared by what the options state: a theta, the budget, which every engine keeps, or
     the preference's score. After a preference topologies are searched at the theta of the
@@ -133,8 +159,6 @@ def answer_topology(
         # Of all precisions: a least value is concave in theta.
         bound = start.found.bound * min(1.0, theta / start.theta)
         only = None if everywhere is None else (everywhere, bound)
-        if only is not None:  # costs of groups are of the job's own choices
-            own = replace(own, groups=False)
         other = _topology_at(theta, problem, best, own, path, exactly, everywhere=only)
         if other.topology is not None and _score_of(other, options) < least:
             found, least = other, _score_of(other, options)
@@ -149,8 +173,14 @@ the time."""
 def _score_of(found: TopologyAnswer, options: SolveOptions) -> float:
     """Return the score of a topology, or of the pipeline where it is not bettered."""
     if found.topology is None:
-        return score(found.pipeline, found.pipeline.plan.predicted, options)
+        return _score_in_waves(found.pipeline, options)
     return math.log(found.found.gain) + score(found.pipeline, found.topology.predicted, options)
+
+
+def _score_in_waves(one: Answer, options: SolveOptions) -> float:
+    """Return the score of a pipeline that runs all rows of a job in its waves."""
+    once = score(one, one.plan.predicted, options)
+    return once + math.log(one.waves) if options.prefer else once * one.waves
 
 
 def _only(problem: Problem, b: int) -> Problem:
@@ -171,7 +201,7 @@ def _chords(
 
     assert options.prefer is not None and best.plan.predicted is not None
     price, own_omega = _price_of(problem, options.prefer), best.plan.predicted.sum_omega
-    time_s = job_time(best.problem, best.outcome.assignment).total_s
+    time_s = best.time_s
     floors, omegas = dict[int, float](), problem.omega.sum(axis=0)
     for b in range(len(problem.choices)):
         own = _only(problem.with_changes(theta=0.0), b)
@@ -212,11 +242,13 @@ def _topology_at(
     priced = problem.with_changes(theta=theta)
     own = best.problem.with_changes(theta=theta)
     bound, at = best.outcome.bound, best.problem.theta
-    known = KnownPipeline(
-        value=value(own, best.outcome.assignment),
-        # A least value is concave in theta, and not below zero at none.
-        bound=max(0.0, bound or 0.0) * (1.0 if theta >= at else theta / at),
-    )
+    known = KnownPipeline()
+    if best.waves == 1:
+        known = KnownPipeline(
+            value=value(own, best.outcome.assignment),
+            # A least value is concave in theta, and not below zero at none.
+            bound=max(0.0, bound or 0.0) * (1.0 if theta >= at else theta / at),
+        )
     if everywhere is None:
         found = topology_in_child(priced, options, known, exactly=exactly)
     else:
@@ -229,7 +261,7 @@ def _topology_at(
         _engine_answer(problem, one, options, path, bound_of_one) for one in found.engines
     )
     topology = _topology(problem, found, plans, options, theta) if plans else None
-    if topology is not None and exactly in (None, 1):
+    if topology is not None and exactly in (None, 1) and best.waves == 1:
         least = _reported(best.plan, 1, theta)
         most = max(_reported(one.plan, one.waves, theta) for one in topology.engines)
         if most * found.gain >= least:  # step by step it is not better
@@ -305,9 +337,8 @@ def _theta_of(problem: Problem, best: Answer, options: SolveOptions) -> float:
     if options.budget is not None:
         return 0.0
     if options.prefer is None:
-        return best.problem.theta
-    time_s = job_time(best.problem, best.outcome.assignment).total_s
-    return _price_of(problem, options.prefer) * time_s
+        return problem.theta
+    return _price_of(problem, options.prefer) * best.time_s
 
 
 def _reported(plan: Plan, waves: int, theta: float) -> float:
@@ -332,7 +363,9 @@ def _engine_answer(
         one = problem.choices.index(everywhere)
         stages = outcome.assignment.stages
         stages = tuple(replace(stage, choices=(one,) * len(stage.choices)) for stage in stages)
-        own = own.with_changes(choices=problem.choices)
+        estimate = on_places(problem, engine.places, options.kvs).costs.estimate
+        costs = replace(own.costs, estimate=estimate)
+        own = own.with_changes(choices=problem.choices, costs=costs)
         outcome = replace(outcome, assignment=replace(outcome.assignment, stages=stages))
     if bound is not None:  # of all topologies, of which this is one engine
         proven = outcome.value - bound <= PROVEN * abs(outcome.value)

@@ -25,6 +25,7 @@ from llmpq.planner.answer import (
     answer,
     answer_topology,
     before_groups,
+    in_waves,
     one_engine,
     pipeline_below,
     solve_options,
@@ -98,7 +99,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
             best, compared = _compare(request, problem, options, path)
         else:
             best, several = best_answer(request, problem, options, path)
-            own = in_own_dtype(request, problem, best, path)
+            own = in_own_dtype(request, problem, best if best.waves == 1 else None, path)
     except DoesNotFitError:
         own = in_own_dtype(request, problem, None, path)
         if own is None:
@@ -208,12 +209,28 @@ def best_answer(
         return answer(problem, options, path), None
     exactly, start_s = num_engines(request.engines), time.perf_counter()
     if exactly == 1 or (exactly is None and not _may_divide(problem, options)):
-        best = answer(problem, before_groups(options), path)
+        try:
+            best = answer(problem, before_groups(options), path)
+        except DoesNotFitError as error:
+            best = in_waves(problem, before_groups(options), path, error)
+            found = _several(request, problem, best, options, path)
+            if found is None or found.single is None:
+                raise
+            return best, found
         return best, _several(request, problem, best, options, path)
-    best = _quick(problem, options, path)
+    try:
+        best = _quick(problem, options, path)
+    except DoesNotFitError as error:
+        best = in_waves(problem, options, path, error)
     found = _topology(problem, best, options, path, exactly)
     spent_s = time.perf_counter() - start_s
-    if exactly is not None or found.known.bound * (1 + TOPOLOGY_GAP) >= found.known.value:
+    if best.waves > 1 and found.topology is None:
+        raise nothing_fits(problem, options)
+    if (
+        best.waves > 1
+        or exactly is not None
+        or found.known.bound * (1 + TOPOLOGY_GAP) >= found.known.value
+    ):
         return best, found
     if found.topology is not None:
         if found.found.value * found.found.gain <= found.known.bound * (1 + TOPOLOGY_GAP):

@@ -39,7 +39,9 @@ def topology_lines(
     pipeline = found.pipeline.plan.predicted
     assert pipeline is not None, "the planner always predicts"
     stages = ", ".join(stage.device for stage in found.pipeline.plan.stages)
-    own = (f"{stages}", pipeline.total_s, pipeline.sum_omega)
+    waves = found.pipeline.waves
+    words = f"{stages}, rows in {waves} waves" if waves > 1 else stages
+    own = (words, waves * pipeline.total_s, pipeline.sum_omega)
     rows = work.batch * work.gen_len
     lines = [_verdict(found, exactly)]
     for name, one in (
@@ -138,12 +140,13 @@ def print_topology(
     estimated = any(p.predicted is not None and p.predicted.estimated for p in topology.plans)
     source = "estimated, not profiled" if estimated else "from the profile"
     model, ending = f"{topology.model.name} on {topology.cluster.name}", work.dtype
+    engines = f"{len(topology.engines)} engine{'s' * (len(topology.engines) > 1)}"
     if any(plan.traffic is not None for plan in topology.plans):
-        job = [f"{model}: live traffic, {ending}, {len(topology.engines)} engines; times {source}"]
+        job = [f"{model}: live traffic, {ending}, {engines}; times {source}"]
     else:
         job = [
             f"{model}: {work.requests} of {work.prompt_len} + {work.gen_len} tokens, {ending}, "
-            f"{len(topology.engines)} engines",
+            f"{engines}",
             f"predicted: {predicted.total_s:.3f} s, {shown(predicted.output_tokens_per_s)} "
             f"tokens/s of all engines; times {source}",
             wait_line(topology),

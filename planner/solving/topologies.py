@@ -84,7 +84,7 @@ def best_topology(
     among = p if grouped is None else grouped.problem
     search = TopologySearch(among, options, known=known, exactly=exactly, gap=gap)
     parts, by_node = search.try_parts(), search.vectors.by_node
-    card, equal, shared = _best_card(search), _equal(search), _best_shared(search)
+    card, equal = _best_card(search), _equal(search)
     each = search.one_a_device()
     search.offer([(v, rows) for v, rows, _ in each])
     found = search.run()
@@ -112,7 +112,7 @@ def best_topology(
             "node": _apart(parts, len(search.vectors.partitions[0]), "node") if by_node else None,
             "each": _apart(each, sum(search.vectors.counts), "device"),
             "equal": equal,
-            "shared": shared,
+            "shared": _best_shared(search),
         },
         groups=len(search.vectors.groups),
         groups_left_out=0 if grouped is None else grouped.left_out,
@@ -179,11 +179,7 @@ def _best_shared(search: TopologySearch) -> Simple | None:
     Of the largest groups.
     """
     found = list[tuple[float, Simple]]()
-    even = {v: g for v, g in search.vectors.groups.items() if len(set(g.shares)) == 1}
-    most = max((len(group.shares) for group in even.values()), default=0)
-    for v, group in even.items():
-        if len(group.shares) < most:
-            continue
+    for v, group in search.even_groups().items():
         price = search.prices.price(v, search.prices.rows)
         if price.solved is not None:
             found.append((price.value, (group.kind, _time_s(price), price.omega)))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from llmpq.cluster import Device
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import CountVectors, Place, Vector
 from llmpq.planner.solving.engine_prices import EnginePrice, EnginePrices
@@ -142,10 +143,28 @@ class TopologySearch:
                 break
             speeds = [rows / max(price.value, 1e-12) for _, rows, price in deals]
             able = [math.ceil(self.prices.rows * speed / min(speeds)) for speed in speeds]
-            rows = dealt(self.prices.rows, able)
-            anew = [(v, n) for (v, _, _), n in zip(deals, rows, strict=True) if n]
-            deals = [(v, n, self.prices.price(v, n)) for v, n in anew]
-        return best
+            deals = self._priced([v for v, _, _ in deals], dealt(self.prices.rows, able))
+        return self._row_by_row(best)
+
+    def _priced(self, engines: Sequence[Vector], rows: Sequence[int]) -> list[Deal]:
+        """Return engines with what they take for their rows; those without any left out."""
+        return [(v, n, self.prices.price(v, n)) for v, n in zip(engines, rows, strict=True) if n]
+
+    def _row_by_row(self, deals: list[Deal]) -> list[Deal]:
+        """Give rows of the slowest engine to the one that then ends first, while that is better."""
+        while len(deals) > 1 and not self.prices.late:
+            slow = max(range(len(deals)), key=lambda at: deals[at][2].value)
+            with_one_more = [price.value * (rows + 1) / rows for _, rows, price in deals]
+            fast = min(range(len(deals)), key=lambda at: with_one_more[at])
+            if fast == slow:
+                break
+            moved = [n - (at == slow) + (at == fast) for at, (_, n, _) in enumerate(deals)]
+            anew = self._priced([v for v, _, _ in deals], moved)
+            if _slowest(anew) >= _slowest(deals):
+                break
+            deals = anew
+            self.offer([(v, rows) for v, rows, _ in deals])
+        return deals
 
     def _first_deals(self, parts: Sequence[Vector]) -> list[Deal]:
         """Return engines with rows as floors have it: as many engines as there must be."""
@@ -161,20 +180,17 @@ class TopologySearch:
         return deals + [(v, 1, self.prices.price(v, 1)) for v in slow[: self._exactly - len(deals)]]
 
     def run(self) -> SearchedTopology:
-        """Search; return the best topology. Without engines it is the known pipeline."""
+        """Search; return the best topology. Without engines it is the known pipeline.
+
+        First of stages of one device, as if there were no groups: with groups it is never worse.
+        """
         self._seed()
-        proven = False
-        for _ in range(MOST_ROUNDS):
-            if self.prices.late:
-                break
-            below = self._target
-            total, chosen = self._most_rows(below)
-            if total < self.prices.rows:
-                if self._raised():
-                    continue
-                proven = not self._given_up and self.vectors.complete
-                break
-            self._try(self._dealt(chosen, below), below)
+        proven = self._improve(self._plain)
+        if self.vectors.groups:
+            self.prices.deadline_s = time.process_time() + self._limit_s * TOPOLOGY_SHARE
+            self._ceiling = self._first_ceiling
+            self._try_groups()
+            proven = self._improve(self.vectors.vectors)
         bound = self._target if proven else self.bound()
         return SearchedTopology(
             engines=self.best or (),
@@ -182,6 +198,26 @@ class TopologySearch:
             bound=min(bound, self.value),
             seconds=time.perf_counter() - self._start_s,
         )
+
+    @property
+    def _plain(self) -> list[Vector]:
+        """Engines without groups."""
+        kinds = len(self.vectors.counts)
+        return [v for v in self.vectors.vectors if not any(v[kinds:])]
+
+    def _improve(self, engines: Sequence[Vector]) -> bool:
+        """Look for a better topology of these engines; return whether none is, proven."""
+        for _ in range(MOST_ROUNDS):
+            if self.prices.late:
+                return False
+            below = self._target
+            total, chosen = self._most_rows(engines, below)
+            if total < self.prices.rows:
+                if self._raised():
+                    continue
+                return not self._given_up and self.vectors.complete
+            self._try(self._dealt(chosen, below), below)
+        return False
 
     @property
     def _target(self) -> float:
@@ -212,18 +248,40 @@ class TopologySearch:
             self._try([(v, n) for n in dealt_equally(rows, engines)], self._target)
         if self._exactly in (None, sum(counts)):
             self._try_single_devices()
-        if self._exactly in (None, 1):
-            self._try_groups()
 
     def _try_groups(self) -> None:
-        """Try all rows on one engine with groups, those that may be quickest first."""
+        """Try the engines of the best topology with groups of their devices, and one for all rows.
+
+        Of all engines those that may be quickest first.
+        """
         rows, kinds = self.prices.rows, len(self.vectors.counts)
+        for v in self.even_groups():
+            self.prices.price(v, rows)
+        if self.best is not None and len(self.best) > 1:
+            self._tuned([self._grouped(one) for one in self.best])
         able = [v for v in self.vectors.vectors if any(v[kinds:])]
         floors = {v: self.prices.floor(v, rows) for v in able}
         for v in sorted(able, key=lambda v: floors[v])[:MOST_TRIED]:
-            if floors[v] >= self._target or self.prices.late:
+            if self._exactly not in (None, 1) or floors[v] >= self._target or self.prices.late:
                 return
             self._try([(v, rows)], self._target)
+
+    def _grouped(self, engine: ChosenEngine) -> Vector:
+        """Return an engine's devices in the groups that are quickest for its rows, or as it is."""
+        used, found, least = self.vectors.used(engine.vector), engine.vector, engine.price.value
+        same = [v for v in self.vectors.vectors if self.vectors.used(v) == used]
+        floors = {v: self.prices.floor(v, engine.rows) for v in same}
+        for v in sorted(same, key=lambda v: floors[v])[:MOST_TRIED]:
+            if floors[v] < least and not self.prices.late:
+                value = self.prices.price(v, engine.rows, least).value
+                found, least = (v, value) if value < least else (found, least)
+        return found
+
+    def even_groups(self) -> dict[Vector, Device]:
+        """Return the engines of one group of even shares, of the largest groups."""
+        even = {v: g for v, g in self.vectors.groups.items() if len(set(g.shares)) == 1}
+        most = max((len(group.shares) for group in even.values()), default=0)
+        return {v: group for v, group in even.items() if len(group.shares) == most}
 
     def _try_single_devices(self) -> None:
         """Try every device as an engine, dealing rows anew while that is better."""
@@ -272,15 +330,16 @@ class TopologySearch:
 
     def most_of_each(self, below: float) -> tuple[tuple[Vector, int], ...]:
         """Return the rows that each engine without groups may do below a value, as is proven."""
-        vectors, kinds = self.vectors, len(self.vectors.counts)
-        if not vectors.complete:
+        kinds = len(self.vectors.counts)
+        if not self.vectors.complete:
             return ()
-        alone = [v for v in vectors.vectors if not any(v[kinds:])]
-        return tuple((v[:kinds], self.prices.most(v, below)) for v in alone)
+        return tuple((v[:kinds], self.prices.most(v, below)) for v in self._plain)
 
-    def _most_rows(self, below: float, *, proven: bool = False) -> tuple[float, list[Vector]]:
+    def _most_rows(
+        self, engines: Sequence[Vector], below: float, *, proven: bool = False
+    ) -> tuple[float, list[Vector]]:
         rows: dict[Vector, float] = {}
-        for v in self.vectors.vectors:
+        for v in engines:
             most = self.prices.most(v, below)
             if not proven:
                 most = min(most, self._given_up.get(self.vectors.canonical(v), most))
@@ -337,7 +396,7 @@ class TopologySearch:
             return low
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            total, _ = self._most_rows(middle, proven=True)
+            total, _ = self._most_rows(self.vectors.vectors, middle, proven=True)
             if total < self.prices.rows:
                 low = middle
             else:

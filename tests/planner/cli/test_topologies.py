@@ -6,16 +6,23 @@ import json
 import math
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
+from llmpq.planner.cli.show_plan import best_answer
 from llmpq.planner.make import make_plan
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.solving.methods import SolveOptions
 from llmpq.topology import Topology, read_plan
+from reference.all_topologies import best_topology_of_all, shared_problem
 
 pytestmark = pytest.mark.pure
 
@@ -386,6 +393,44 @@ def test_several_engines_and_a_pipeline_are_compared_by_the_score(
     assert isinstance(plan, Topology) and len(plan.engines) == 2
     assert scores["default"] <= min(scores.values()) * 1.01
     assert scores["--engines 1"] > 1.1 * scores["default"]
+
+
+def test_a_job_that_no_pipeline_has_room_for_at_once_is_shared(planned: Any) -> None:
+    words = ["--devices", "t4:2", "--model", "opt-1.3b", "--batch", "300"]
+    words += ["--prompt-len", "512", "--gen-len", "64"]
+    assert main([*words, "--engines", "1"]) == 5
+    plan, lines = planned(*words)
+    assert isinstance(plan, Topology)
+    assert [one.rows for one in plan.engines] == [150, 150]
+    assert all(one.waves > 1 for one in plan.engines)
+    (pipeline,) = [line for line in lines if line.startswith("best pipeline: ")]
+    assert "T4-0, T4-1, rows in 2 waves: " in pipeline
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [123, 4, 13])
+def test_with_more_allowed_the_answer_is_never_worse(seed: int) -> None:
+    """Shared stages, several engines, more precisions. Of 123 no pipeline has room for all rows."""
+    p = shared_problem(seed)
+    options = SolveOptions(gap=1e-9, kvs=(p.kv,))
+    most = _value(p, options, "auto")
+    assert most == pytest.approx(best_topology_of_all(p), rel=1.1e-3)
+    assert most <= _value(p, replace(options, groups=False), "auto") * 1.001
+    assert most <= _value(p, options, "1") * 1.001
+    for choice in p.choices:
+        one = p.with_changes(offered=((choice,),) * p.num_layers)
+        assert most <= _value(one, options, "auto") * 1.001
+
+
+def _value(p: Problem, options: SolveOptions, engines: str) -> float:
+    """Return the value of the command's answer, as answers are compared."""
+    try:
+        best, found = best_answer(PlanRequest(model=p.spec.name, engines=engines), p, options, None)
+    except DoesNotFitError:
+        return math.inf
+    if found is None or found.topology is None:
+        return best.outcome.value
+    return found.found.value * found.found.gain
 
 
 def _score(plan: Plan | Topology) -> float:
