@@ -127,8 +127,15 @@ def make_plan(
         problem = best.problem
     if best is None:
         raise DoesNotFitError(refused)
+    return _with_shared_stages(problem, best, options, path).plan
+
+
+def _with_shared_stages(
+    problem: Problem, best: Answer, options: SolveOptions, path: str | None
+) -> Answer:
+    """Return the best plan of one engine: the best pipeline, or one whose stages GPUs share."""
     shared = one_engine(problem, best, options, path)
-    return (best if shared is None else shared.single or best).plan
+    return best if shared is None else shared.single or best
 
 
 def _joined(given: Any) -> Any:
@@ -255,6 +262,7 @@ def plan_workload(
         chunk=search.chunk,
         in_child=search.in_child,
         known=search.known,
+        groups=search.groups and search.in_child,
     )
     usual = build_problem(inputs)
     ways = [
@@ -332,7 +340,8 @@ def _first_that_fits(
                 continue
             work = way.problem.workload.model_copy(update={"batch": batch})
             try:
-                return answer(way.problem.with_changes(workload=work), options, path)
+                problem = way.problem.with_changes(workload=work)
+                return _with_shared_stages(problem, answer(problem, options, path), options, path)
             except DoesNotFitError as error:
                 refusal = error
     assert refusal is not None, "there is a window at least"

@@ -113,7 +113,7 @@ def plan_job(
     from llmpq.planner.problem.known_plan import PlanSearch
 
     spec = spec or ModelSpec.from_directory(model_dir)
-    if options.tensor_parallel_size > 1:
+    if options.tensor_parallel_size is not None and options.tensor_parallel_size > 1:
         cluster = one_group(cluster, options.tensor_parallel_size, spec)
     if options.profile:
         if options.ray_address is not None:
@@ -137,6 +137,7 @@ def plan_job(
             search or PlanSearch(),
             prefer=options.prefer or "quality",
             windows=halved(work.batch),
+            groups=options.tensor_parallel_size is None,
         ),
     )
     if options.head_bits is None and made.plan.settings().head_bits == 8:

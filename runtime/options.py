@@ -125,9 +125,9 @@ class EngineOptions:
     head_bits: Literal[8, 16] | None = None
     """Bits of the output matrix, 16 (as stored) or 8 (default: 8 on CPUs where layers have 8 bits
     or fewer, else 16)."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int | None = None
     """Devices of one machine, alike, that share every layer evenly (tensor parallel); a CPU's cores
-    are divided."""
+    are divided (default: GPUs share layers where a plan gains by it; 1: none do)."""
     max_model_len: int | None = None
     """Tokens of a prompt and its answer (default: the model's positions, at most what fits)."""
     max_num_seqs: int | None = None

@@ -141,7 +141,7 @@ def _made(directory: Path, spec: ModelSpec, known: Cluster, options: EngineOptio
     max_len = _max_len(spec, options)
     rows = ROWS[cpus] if options.max_num_seqs is None else options.max_num_seqs
     stored = quantization_of(directory) is not None
-    alone = options.tensor_parallel_size == 1 and not options.profile
+    alone = options.tensor_parallel_size in (None, 1) and not options.profile
     one = len(known.devices) == 1 and alone
     if one and not stored and options.prefer in (None, "quality") and options.head_bits != 8:
         whole = _whole(directory, spec, known, options, max_len=max_len, rows=rows)

@@ -112,4 +112,6 @@ class PlanSearch:
     in_child: bool = True
     """Whether to solve in a child process, which takes half a second to start where this one has
     threads."""
+    groups: bool = True
+    """Whether GPUs of a node may share stages where that is better; not found but `in_child`."""
     time_limit_s: float = 60.0

@@ -7,13 +7,16 @@ import subprocess
 
 import pytest
 
+import llmpq
 from llmpq.cluster import Cluster
 from llmpq.costs_cache import cached_costs
 from llmpq.kernels.native import library
 from llmpq.model_spec import ModelSpec
+from llmpq.planner.cli.arguments import plan_request
+from llmpq.planner.problem.make_problem import make_problem
 from llmpq.precision import KVPrecision
 from llmpq.runtime import auto_plan
-from llmpq.runtime.auto_plan import Lengths, halved, plan_for, quantile, workload_of
+from llmpq.runtime.auto_plan import Lengths, halved, plan_for, plan_job, quantile, workload_of
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.cli.run import lengths_of
 from llmpq.runtime.options import EngineOptions
@@ -78,6 +81,24 @@ def test_rows_that_cannot_be_served_do_not_count(demo_model):
     assert list(found.prompts) == [len(tokenizer.encode("import os")), 3]
     assert list(found.new_tokens) == [5, 3]
     assert lengths_of(rows[1:2], tokenizer, spec) == Lengths(prompts=[1], new_tokens=[1])
+
+
+@pytest.mark.slow
+def test_gpus_share_stages_by_the_rule_of_make_plan():
+    planned = llmpq.make_plan(
+        "gemma-3-27b", devices="5090,3080:2", batch=1, gen_len=64, prefer="balanced"
+    )
+    words = "--model gemma-3-27b --devices 5090,3080:2 --batch 1 --gen-len 64"
+    problem, _, _ = make_problem(plan_request(words.split()))
+
+    def shares(**options):
+        engine = EngineOptions(prefer="balanced", **options)
+        work, spec = problem.workload, problem.spec
+        made = plan_job("gemma-3-27b", problem.cluster, work, engine, spec=spec)
+        return [stage.shares for stage in made.plan.stages]
+
+    assert shares() == [stage.shares for stage in planned.stages] == [(7, 2, 2)]
+    assert not any(shares(tensor_parallel_size=1))
 
 
 def test_measured_costs_are_kept_and_used_again(tiny_models, monkeypatch):
