@@ -263,8 +263,9 @@ def _topology_at(
     topology = _topology(problem, found, plans, options, theta) if plans else None
     if topology is not None and exactly in (None, 1) and best.waves == 1:
         least = _reported(best.plan, 1, theta)
-        most = max(_reported(one.plan, one.waves, theta) for one in topology.engines)
-        if most * found.gain >= least:  # step by step it is not better
+        gain = found.gain
+        most = max(_reported(one.plan, gain * one.waves, theta) for one in topology.engines)
+        if most >= least:  # step by step it is not better
             topology = None
     return TopologyAnswer(
         topology=topology, plans=plans, found=found, known=known, theta=theta, pipeline=best
@@ -299,7 +300,7 @@ def pipeline_below(
     """Return a pipeline that is better than the topology found; None where none was found."""
     assert found.topology is not None, "there is one to better"
     theta = found.theta
-    fixed, below = replace(options, prefer=None), found.found.value * found.found.gain
+    fixed, below = replace(options, prefer=None), found.found.counted
     try:
         solved = plan_in_child(problem.with_changes(theta=theta), fixed, ceiling=below)
     except DoesNotFitError:  # or none that is better
@@ -341,7 +342,7 @@ def _theta_of(problem: Problem, best: Answer, options: SolveOptions) -> float:
     return _price_of(problem, options.prefer) * best.time_s
 
 
-def _reported(plan: Plan, waves: int, theta: float) -> float:
+def _reported(plan: Plan, waves: float, theta: float) -> float:
     assert plan.predicted is not None, "the planner always predicts"
     return waves * plan.predicted.total_s + theta * plan.predicted.sum_omega
 

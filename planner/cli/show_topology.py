@@ -10,7 +10,7 @@ from llmpq.plan import Plan
 from llmpq.planner.answer import Answer, TopologyAnswer
 from llmpq.planner.cli.alternatives import Speed
 from llmpq.planner.cli.report import bits_text, loss_lines, warnings_of
-from llmpq.planner.solving.engine_prices import GROUP_GAIN
+from llmpq.planner.solving.device_groups import GROUP_GAIN
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
 from llmpq.topology import Topology
 from llmpq.units import format_size, shown, shown_loss
@@ -71,7 +71,7 @@ def _searched(found: TopologyAnswer) -> list[str]:
     more = f", {left_out} more sets of devices were not" if left_out else ""
     return [
         f"tensor parallel: {kinds} kinds of groups of a node's devices searched as stages{more}; "
-        f"they are taken where they gain over {GROUP_GAIN - 1:.0%}"
+        f"they are counted to take {GROUP_GAIN - 1:.0%} longer than estimated"
     ]
 
 

@@ -22,9 +22,6 @@ from llmpq.planner.solving.engine_floors import EngineFloors
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import Solved, best_plan, variants_with_room
 
-GROUP_GAIN = 1.05
-"""How many times better an engine with shared stages must be than others: what sums between devices
-take is estimated from links, not measured."""
 GRID, MOST_SIZES = 1.1, 40
 """Ratio of the batches at which times of layers are looked up, larger where they were too many."""
 
@@ -34,8 +31,7 @@ class EnginePrice:
     """The best plan of an engine for its rows, as far as it is known."""
 
     value: float
-    """Seconds, plus theta times the sum of omega; infinite where no plan was found. Of engines with
-    shared stages GROUP_GAIN times that."""
+    """Seconds, plus theta times the sum of omega; infinite where no plan was found."""
     bound: float
     """No plan has a lower value."""
     waves: int = 1
@@ -93,15 +89,8 @@ class EnginePrices:
         own = self.known.setdefault(v, {})
         found = own.get(rows)
         if found is None or (found.solved is None and found.bound < ceiling > found.ceiling):
-            gain = self.gain(v)
-            raw = self._priced(v, rows, ceiling / gain)
-            bound, value = raw.bound * gain, raw.value * gain
-            own[rows] = replace(raw, value=value, bound=bound, ceiling=ceiling)
+            own[rows] = replace(self._priced(v, rows, ceiling), ceiling=ceiling)
         return own[rows]
-
-    def gain(self, v: Vector) -> float:
-        """Return how many times its own value an engine is compared by."""
-        return GROUP_GAIN if any(v[len(self.vectors.counts) :]) else 1.0
 
     def most(self, v: Vector, below: float) -> int:
         """Return rows above which an engine is proven to take `below` or more."""
@@ -171,4 +160,4 @@ class EnginePrices:
 
     def floor(self, v: Vector, rows: int) -> float:
         """Return a lower bound of an engine's value for rows, in any number of waves."""
-        return self._floors.floor(self.vectors.canonical(v), rows) * self.gain(v)
+        return self._floors.floor(self.vectors.canonical(v), rows)

@@ -260,6 +260,7 @@ def _topology(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
         "bound": found.bound,
         "seconds": found.seconds,
         "simple": found.simple,
+        "counted": found.counted,
         "gain": found.gain,
         "groups": found.groups,
         "groups_left_out": found.groups_left_out,

@@ -20,8 +20,7 @@ from llmpq.planner.front.preference import WEIGHTS, look_around
 from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import Place
-from llmpq.planner.solving.device_groups import on_places
-from llmpq.planner.solving.engine_prices import GROUP_GAIN
+from llmpq.planner.solving.device_groups import GROUP_GAIN, on_places
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import best_plan
 from llmpq.planner.traffic.simulated import EngineModel

@@ -18,8 +18,7 @@ from llmpq.planner.check.verify import MOST_WAVES
 from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import Place
-from llmpq.planner.solving.device_groups import on_places, with_groups
-from llmpq.planner.solving.engine_prices import GROUP_GAIN
+from llmpq.planner.solving.device_groups import counted_longer, on_places, with_groups
 from reference.all_plans import best_of_all
 from reference.random_problems import random_problem
 
@@ -88,18 +87,17 @@ def _leading_first(p: Problem, names: tuple[str, ...], shares: tuple[int, ...]) 
 
 
 def best_topology_of_all(p: Problem) -> float:
-    """Return the least value of all topologies, those with groups counted GROUP_GAIN times."""
+    """Return the least value of all topologies, shared stages counted GROUP_GAIN times."""
     known: dict[tuple[object, ...], float] = {}
 
     def engine(places: list[Place], rows: int) -> float:
         key = (*sorted(str(_of_kinds(place)) for place in places), rows)
         if key not in known:
-            own, best = on_places(p, places, (p.kv,)), math.inf
+            own, best = counted_longer(on_places(p, places, (p.kv,))), math.inf
             for waves in range(1, min(MOST_WAVES, rows) + 1):
                 job = own.with_job(batch=-(-rows // waves)).with_changes(theta=p.theta / waves)
                 best = min(best, waves * best_of_all(job, None)[0])
-            shares = any(not isinstance(place, str) for place in places)
-            known[key] = best * (GROUP_GAIN if shares else 1.0)
+            known[key] = best
         return known[key]
 
     rows, best = p.workload.batch, math.inf

@@ -430,7 +430,7 @@ def _value(p: Problem, options: SolveOptions, engines: str) -> float:
         return math.inf
     if found is None or found.topology is None:
         return best.outcome.value
-    return found.found.value * found.found.gain
+    return found.found.counted
 
 
 def _score(plan: Plan | Topology) -> float:
