@@ -96,7 +96,7 @@ SHORT = {
         "or cpu=64GB among the devices (first token after # s, then # tokens/s a request)",
     ),
     "batch alone": (
-        "--global_bz 400 --bits 3 --kv 2",
+        "--global_bz 400 --bits 3 --kv 2 --engines 1",
         "at w3a16 and kv2, large-0 is short by #, whatever the context; what fits: "
         "--global_bz #, or 4 more large, or cpu=128GB among the devices (first token after # "
         "hours, then # tokens/s a request)",
@@ -156,7 +156,7 @@ def test_what_if_is_the_plan_of_the_changed_cluster_or_job(
     code, text, _ = _run(capsys, *words, *flags, *asked, "--what-if", "batch=100")
     assert code == 0
     lines = [line for line in text.splitlines() if line.startswith("what if")]
-    refused = _refused(capsys, *words, *flags, "--global_bz", "100")
+    refused = _refused(capsys, *words, *flags, "--global_bz", "100", "--engines", "1")
     refused = refused.replace("--s ", "--prompt-len ").replace("--global_bz ", "--batch ")
     assert lines == [
         *(f"what if {change}: {compared(before, after)}" for change, after in changes.items()),
