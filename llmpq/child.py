@@ -196,14 +196,15 @@ class Child:
                 self._stderr.append(line.strip())
 
     def _obituary(self, code: int) -> str:
+        last = f": {self._stderr[-1][:300]}" if self._stderr else ""
         if code < 0:
             try:
                 name = signal.Signals(-code).name
             except ValueError:
                 name = f"signal {-code}"
             hint = "; the kernel's out-of-memory killer sends it, too" if name == "SIGKILL" else ""
-            return f"its process died (killed by {name}{hint})"
-        last = f": {self._stderr[-1][:300]}" if self._stderr else ""
+            why = last if name == "SIGABRT" else ""  # an exception of C++ that ends a process
+            return f"its process died (killed by {name}{hint}){why}"
         return f"its process ended with code {code}{last}"
 
 

@@ -7,6 +7,8 @@ A plain `ValueError` is the user's input (exit code 2).
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -96,6 +98,16 @@ class GuideError(ValueError):
 
 class RequestFailedError(RuntimeError):
     """A request that ends whatever stage computes it; the others go on without it."""
+
+
+def open_files_hint(text: str) -> str:
+    """Return what to do where no more files could be opened; empty for any other failure."""
+    if os.strerror(errno.EMFILE) not in text:
+        return ""
+    import resource  # not on Windows, which plans
+
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"; {most} may be open here, allow more: ulimit -n 1024"
 
 
 def nearest(name: str, options: Iterable[str], most: int = 1) -> str:

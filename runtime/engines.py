@@ -227,11 +227,10 @@ class Engines:
         *,
         request_id: str | None = None,
         priority: int = 0,
-        whole: bool = False,
     ) -> PreparedPrompt:
         """Return a prompt as tokens and requests, as `LLM.prepare`: the widest engine's."""
         return self._widest.prepare(
-            prompt, sampling_params, request_id=request_id, priority=priority, whole=whole
+            prompt, sampling_params, request_id=request_id, priority=priority
         )
 
     def generate(

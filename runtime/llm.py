@@ -603,17 +603,15 @@ class LLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        whole: bool = False,
     ) -> PreparedPrompt:
         """Return a prompt as tokens and requests, for `as_completed`; nothing runs yet.
 
-        `ValueError` if it can never run; with `whole`, also if there is no room for all of its
-        `max_tokens`, else the answer ends where the room does.
+        `ValueError` if it can never run.
         """
         self._require_process()
         params = self._params_or_default(sampling_params)
         return self._prompts.prepare(
-            prompt, params, name=request_id, priority=priority, cache_salt=cache_salt, whole=whole
+            prompt, params, name=request_id, priority=priority, cache_salt=cache_salt
         )
 
     def as_completed(

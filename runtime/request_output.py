@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+NO_ROOM = "max_model_len"
+"""`stop_reason` of an answer that ended, by `length`, before its `max_tokens`: no room is left."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Logprob:
@@ -35,7 +38,7 @@ class CompletionOutput:
     logprobs: Sequence[Mapping[int, Logprob]] | None = None
     """For each token: itself, then the most likely ones; None where they were not asked for."""
     stop_reason: int | str | None = None
-    """The stop token or text that ended it; None for end-of-text and other ends."""
+    """The stop token or text that ended it, or `NO_ROOM`; None for end-of-text and other ends."""
     queue_s: float = 0.0
     """From submission to its first step."""
     num_preemptions: int = 0

@@ -17,10 +17,13 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -260,24 +263,45 @@ def _remove_left(path: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def _process_group() -> Iterator[int]:
+    """Yield a group for processes that end with the block, and with this process however it ends.
+
+    A compiler's own processes hear of neither: a shell of their group reads a pipe, which ends.
+    """
+    watch = subprocess.Popen(
+        ["sh", "-c", "read _; kill -KILL 0"], stdin=subprocess.PIPE, process_group=0
+    )
+    try:
+        yield watch.pid
+    finally:
+        os.killpg(watch.pid, signal.SIGKILL)
+        watch.communicate()
+
+
 def _compile(command: list[str], openmp: Path | None, path: Path) -> None:
     _log.warning("compiling kernels for this CPU, once; this takes about a minute (%s)", path)
     _remove_left(path)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-") as folder:
         parts = [Path(folder) / f"{source}.o" for source in _SOURCES]
         made = Path(folder) / "products.so"
-        run = functools.partial(
-            subprocess.run, capture_output=True, text=True, check=True, timeout=280
-        )
-        with ThreadPoolExecutor(len(_SOURCES)) as pool:
+        with ThreadPoolExecutor(len(_SOURCES)) as pool, _process_group() as group:
+            run = functools.partial(
+                subprocess.run,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=280,
+                process_group=group,
+            )
             steps = [
                 [*command, "-c", str(_HERE / source), "-o", str(part)]
                 for source, part in zip(_SOURCES, parts, strict=True)
             ]
             list(pool.map(run, steps))
-        # Linked without -fopenmp, which would bring a second OpenMP library.
-        link = ["-fopenmp"] if openmp is None else [str(openmp)]
-        run([command[0], "-shared", *map(str, parts), *link, "-o", str(made)])
+            # Linked without -fopenmp, which would bring a second OpenMP library.
+            link = ["-fopenmp"] if openmp is None else [str(openmp)]
+            run([command[0], "-shared", *map(str, parts), *link, "-o", str(made)])
         digest = Path(folder) / "digest"
         digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
         digest.replace(path.with_suffix(".sha256"))

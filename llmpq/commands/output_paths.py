@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from llmpq.errors import open_files_hint
+
 
 def require_writable(flag: str, path: str | Path) -> None:
     """`ValueError` unless `path` can be written; an existing file is left as it is."""
@@ -89,7 +91,8 @@ def check_files(
 def refusal(error: OSError) -> str:
     """Say what the system refused, and about which file."""
     reason = error.strerror or str(error) or type(error).__name__
-    return reason if error.filename is None else f"'{error.filename}': {reason}"
+    named = reason if error.filename is None else f"'{error.filename}': {reason}"
+    return f"{named}{open_files_hint(reason)}"
 
 
 def _real(path: str) -> tuple[int, int] | str:

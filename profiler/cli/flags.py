@@ -119,7 +119,7 @@ class QuantizeRequest:
     outliers: int | None
     asymmetric: bool
     kv_cache_dtype: str | None
-    windows: int
+    windows: int | None
     window: int
     seed: int
     device: str
@@ -366,7 +366,8 @@ def quantize_parser() -> CommandParser:
         action="store_true",
         help="zero points in w3/w4/w8a16 layers: less error, but Transformers cannot load them",
     )
-    how.flag("--windows", type=int, default=128, help="calibration windows (128)")
+    text = "calibration windows (default: twice the text, 128 at most)"
+    how.flag("--windows", type=int, metavar="N", help=text)
     how.flag("--window", type=token_count, default=2048, help="tokens of a window (2048)")
     how.flag("--seed", type=int, default=0, help="where the windows are taken (0)")
     return parser

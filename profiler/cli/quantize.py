@@ -7,6 +7,7 @@ weight-only: w8a16, w4a16, w3a16. One for all layers, one per layer with commas,
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from llmpq.profiler.cli.flags import QuantizeRequest, quantize_parser
 from llmpq.units import format_size
 
 _log = logging.getLogger("llmpq.quantize")
+MOST_WINDOWS = 128
+"""Of calibration text, unless --windows says more."""
 
 
 class QuantizeProgress:
@@ -142,6 +145,9 @@ def make_job(request: QuantizeRequest, spec: ModelSpec) -> QuantizeJob:
     _require_whole_rows(spec, precisions, group_size)
     if request.in_turn:
         refuse_experts(spec)
+    tokens, length = _tokens(request, spec.vocab), min(request.window, spec.max_positions)
+    # Time and memory grow with the windows, and those of a short text say the same again and again.
+    windows = max(1, min(MOST_WINDOWS, math.ceil(2 * len(tokens) / max(1, length))))
     return QuantizeJob(
         spec=spec,
         precisions=precisions,
@@ -156,9 +162,9 @@ def make_job(request: QuantizeRequest, spec: ModelSpec) -> QuantizeJob:
         ),
         kv=_kv(request, plan),
         windows_WT=random_windows(
-            _tokens(request, spec.vocab),
-            count=request.windows,
-            length=min(request.window, spec.max_positions),
+            tokens,
+            count=windows if request.windows is None else request.windows,
+            length=length,
             seed=request.seed,
         ),
     )

@@ -42,7 +42,7 @@ from llmpq.runtime.report.job_report import (
     without_timeline,
     write_report,
 )
-from llmpq.runtime.request_output import RequestOutput
+from llmpq.runtime.request_output import NO_ROOM, RequestOutput
 from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows, require_no_answers
 from llmpq.runtime.text.batch_rows import BatchRow, answer_line, error_line
 from llmpq.runtime.text.made_with import made_by, made_with
@@ -217,10 +217,10 @@ def lengths_of(rows: Sequence[BatchRow], tokenizer: Tokenizer, spec: ModelSpec) 
             length = len(_tokens(row, tokenizer, room)) if row.error is None else 0
         except ValueError:
             continue
-        wanted = row.max_tokens or DEFAULT_NEW_TOKENS
-        if length > 0 and length + wanted - 1 <= spec.max_positions:
+        left = spec.max_positions - length + 1
+        if length > 0 and left > 0:
             prompts.append(length)
-            new_tokens.append(wanted)
+            new_tokens.append(min(row.max_tokens or DEFAULT_NEW_TOKENS, left))
     return Lengths(prompts=prompts or [1], new_tokens=new_tokens or [1])
 
 
@@ -263,7 +263,6 @@ def prepare_rows(
                 row.params(llm.plan.workload.gen_len),
                 request_id=str(row.index),
                 priority=row.priority,
-                whole=True,
             )
         except ValueError as error:
             errors[row.index] = str(error)
@@ -304,6 +303,14 @@ def _run(job: Job, options: RunOptions, llm: LLM | Engines, writer: OrderedWrite
             plan = llm.plan_of(output)
             line = answer_line(row, output, plan.model.name, job.made_with(row, plan))
             writer.write(row.index, line if output.engine is None else _named(line, output))
+    cut = sum(output.outputs[0].stop_reason == NO_ROOM for output in outputs)
+    if cut:
+        _log.warning(
+            "%d of %d answers ended before their max_tokens, with the %d tokens there is room for",
+            cut,
+            len(outputs),
+            llm.max_model_len,
+        )
     report = llm.job_report(outputs, num_failed=len(job.errors))
     report["errors"] = _error_rows(job)
     if options.compare_plain and llm.options.speculate is not None:

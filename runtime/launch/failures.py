@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from llmpq.child import CallFailed
-from llmpq.errors import DoesNotFitError, LlmpqError, StageLostError
+from llmpq.errors import DoesNotFitError, LlmpqError, StageLostError, open_files_hint
 from llmpq.out_of_memory import first_line, out_of_memory
 from llmpq.plan import Plan
 
@@ -61,5 +61,6 @@ def lost_stage(failure: CallFailed, plan: Plan, index: int, *, phase: str, pid: 
         how = _SOURCE_LINE.sub("", first_line(cause)).partition(". This is typically")[0]
         return StageLostError(
             f"{who} was lost {when(phase)}: its connection to another stage broke ({how})"
+            f"{open_files_hint(how)}"
         )
-    return StageLostError(f"{who} was lost {when(phase)}: {failure}")
+    return StageLostError(f"{who} was lost {when(phase)}: {failure}{open_files_hint(str(failure))}")

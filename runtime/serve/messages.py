@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from llmpq.runtime.request_output import NO_ROOM
 from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.serve.answering import event
 from llmpq.runtime.serve.bodies import FIRST_ERROR, Body, ChatBody, ChoiceBody, Whole
@@ -247,10 +248,12 @@ class Messages:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
 
     def _reason(self, choice: dict[str, Any], called: bool) -> dict[str, Any]:
-        stopped = choice.get("stop_reason")
+        stopped, ended = choice.get("stop_reason"), choice["finish_reason"]
+        if ended == "length" and stopped == NO_ROOM:
+            return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
         if stopped in self._stops:
             return {"stop_reason": "stop_sequence", "stop_sequence": stopped}
-        reason = _REASONS.get(choice["finish_reason"], "end_turn")
+        reason = _REASONS.get(ended, "end_turn")
         if called and reason == "end_turn":
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": None}

@@ -70,6 +70,7 @@ class ResponsesBody(ChoiceBody):
             raise ApiError(
                 400, "'input' must be a text or at least one message, got []", param="input"
             )
+        _require_calls(messages)
         return messages
 
     def as_chat(self, messages: list[Data]) -> ChatBody:
@@ -249,7 +250,8 @@ class Responses:
         """Return the response at its end; it is stored if it is to be."""
         response = self._response(output, reason, used)
         if self._body.store and self._store.most:
-            answer = messages_of(output, self._store)
+            # A forced call that was cut is no item; its turn is one of nothing.
+            answer = messages_of(output, self._store) or [{"role": "assistant", "content": ""}]
             self._store.put(response, _with_ids(self._body.items()), [*self._messages, *answer])
         return response
 
@@ -433,6 +435,20 @@ def messages_of(items: Sequence[Mapping[str, Any]], store: ResponseStore) -> lis
             messages.insert(-1, _cut_turn(thought))
         thought = ""
     return [*messages, _cut_turn(thought)] if thought else messages
+
+
+def _require_calls(messages: Sequence[Data]) -> None:
+    """Refuse the output of a call that is not in the conversation before it."""
+    called: set[str] = set()
+    for message in messages:
+        called |= {str(call["id"]) for call in message.get("tool_calls", ())}
+        if "tool_call_id" in message and str(message["tool_call_id"]) not in called:
+            raise ApiError(
+                400,
+                f"'input': no function call {message['tool_call_id']!r:.100} comes before its "
+                "output; send the call, too, or the response that has it as previous_response_id",
+                param="input",
+            )
 
 
 def _cut_turn(thought: str) -> Data:

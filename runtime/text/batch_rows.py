@@ -165,6 +165,7 @@ def answer_line(
     (answer,), prompt_tokens = output.outputs, len(output.prompt_token_ids)
     tokens = list(answer.token_ids)
     made = {} if made_with is None else {MADE_WITH: dict(made_with)}
+    ended = {} if answer.stop_reason is None else {"stop_reason": answer.stop_reason}
     if row.form in ("text", "plain"):
         line: dict[str, Any] = {"index": row.index}
         if row.row_id is not None:
@@ -174,6 +175,7 @@ def answer_line(
         return line | {
             "text": answer.text,
             "finish_reason": answer.finish_reason,
+            **ended,
             "prompt_tokens": prompt_tokens,
             "completion_tokens": len(tokens),
             "tokens": tokens,
@@ -185,6 +187,7 @@ def answer_line(
         "index": 0,
         "logprobs": None,
         "finish_reason": answer.finish_reason,
+        **ended,
     }
     choice |= (
         {"message": {"role": "assistant", "content": answer.text}}

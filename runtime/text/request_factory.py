@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.guides import GrammarCompiler, Newest
 from llmpq.runtime.request import Finished, Request, too_long
-from llmpq.runtime.request_output import CompletionOutput, Logprob
+from llmpq.runtime.request_output import NO_ROOM, CompletionOutput, Logprob
 from llmpq.runtime.sampling_params import SamplingParams, token_list
 from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.conversation import Messages
@@ -157,14 +157,12 @@ class RequestFactory:
         stream: bool = False,
         priority: int = 0,
         cache_salt: str | None = None,
-        whole: bool = False,
     ) -> PreparedPrompt:
         """Return the requests of a prompt; `ValueError` if they can never run.
 
-        `whole`: nor be cut short of `max_tokens` for want of room.
-
-        A prompt that is only scored generates one token all the same, which is dropped: in the
-        place of its last token, which need not be run.
+        Answers end where the room does, whatever their `max_tokens`. A prompt that is only scored
+        generates one token all the same, which is dropped: in the place of its last token, which
+        need not be run.
         """
         room = self.max_model_len if params.truncate_prompt_tokens is None else None
         text, tokens = self._tokens_of(prompt, room)
@@ -182,7 +180,7 @@ class RequestFactory:
         first = Request(
             id=-1,
             prompt=run,
-            max_new=_max_new(params.max_tokens, room, whole=whole),
+            max_new=room if params.max_tokens is None else min(max(1, params.max_tokens), room),
             stop_ids=stops,
             stop_texts=params.stop_texts,
             rules=rules,
@@ -250,10 +248,13 @@ class RequestFactory:
     def stop_reason(
         self, ask: PreparedPrompt, finished: Finished, text: TextStream
     ) -> int | str | None:
-        """Return the stop token or text that ended an answer, or what failed; else None."""
+        """Return the stop token or text that ended an answer, what failed, or `NO_ROOM`."""
         if finished.failure is not None:
             return finished.failure
-        if self.finish_reason(ask, finished) != "stop":
+        reason, most = self.finish_reason(ask, finished), ask.params.max_tokens
+        if reason == "length" and (most is None or len(finished.tokens) < most):
+            return NO_ROOM
+        if reason != "stop":
             return None
         last = finished.tokens[-1]
         if last in (ask.params.stop_token_ids or ()):
@@ -354,12 +355,6 @@ def _hint(prompt: object) -> str:
             "prompts"
         )
     return ""
-
-
-def _max_new(asked: int | None, room: int, *, whole: bool) -> int:
-    if asked is None:
-        return room
-    return max(1, asked) if whole else min(max(1, asked), room)
 
 
 def _length(prompt: Prompt) -> int:

@@ -186,7 +186,7 @@ def prompts_of(llm: LLM, seed: int) -> list[PreparedPrompt]:
     work, rng, vocab = llm.plan.workload, random.Random(seed), llm.model_spec.vocab
     params = SamplingParams(max_tokens=work.gen_len, temperature=0, ignore_eos=True)
     return [
-        llm.prepare([rng.randrange(vocab) for _ in range(work.prompt_len)], params, whole=True)
+        llm.prepare([rng.randrange(vocab) for _ in range(work.prompt_len)], params)
         for _ in range(work.batch)
     ]
 

@@ -29,8 +29,9 @@ class Served:
     def hang(self): time.sleep(60)
     def warn(self): logging.getLogger("llmpq.part").warning("%d%% are slow", self.start)
     def leave(self): os.write(2, b"last words\\n"); os._exit(3)
+    def abort(self): os.write(2, b"what(): Too many open files\\n"); os.abort()
 
-calls = ["add", "refuse", "too_big", "odd", "hang", "warn", "leave"]
+calls = ["add", "refuse", "too_big", "odd", "hang", "warn", "leave", "abort"]
 serve_calls(lambda first: Served(first["start"]), calls)
 """
 STREAM = """
@@ -113,6 +114,12 @@ def test_calls_are_answered_and_errors_keep_their_kind(start: Start) -> None:
 def test_a_child_that_leaves_says_its_last_line(start: Start) -> None:
     with pytest.raises(CallFailed, match="ended with code 3: last words"):
         start(SYNC).call("leave").result(30)
+
+
+def test_an_exception_of_c_is_said_where_it_ends_a_child(start: Start) -> None:
+    said = r"killed by SIGABRT\): what\(\): Too many open files"
+    with pytest.raises(CallFailed, match=said):
+        start(SYNC).call("abort").result(30)
 
 
 def test_what_children_log_is_logged_by_the_parent_once(

@@ -6,12 +6,14 @@ import asyncio
 import json
 import random
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from llmpq import LLM, SamplingParams, StructuredOutputsParams, errors
+from llmpq.runtime.request_output import NO_ROOM
 
 pytestmark = pytest.mark.cpu
 SHORT = SamplingParams(temperature=0, max_tokens=3)
@@ -369,3 +371,14 @@ def test_errors_that_services_answer_are_where_errors_are(llm):
     broken = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
     with pytest.raises(errors.GuideError, match="the regex cannot be followed"):
         llm.generate("a", broken)
+
+
+@pytest.mark.parametrize("most", [5000, None])
+def test_an_answer_that_finds_no_more_room_says_so(llm, most):
+    prompt = [5] * (llm.max_model_len - 3)
+    params = SamplingParams(max_tokens=most, temperature=0, ignore_eos=True)
+    (cut,), (enough,) = (
+        llm.generate([prompt], own)[0].outputs for own in (params, replace(params, max_tokens=3))
+    )
+    assert (len(cut.token_ids), cut.finish_reason, cut.stop_reason) == (3, "length", NO_ROOM)
+    assert (enough.finish_reason, enough.stop_reason) == ("length", None)

@@ -3,6 +3,10 @@
 import logging
 import os
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -148,3 +152,27 @@ def test_what_a_killed_compilation_has_left_is_removed(tmp_path, monkeypatch, ca
     assert found == ["mark.sha256", "mark.so", "other-now"]
     (said,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "compiling kernels for this CPU, once" in said.getMessage()
+
+
+def test_a_compiler_ends_with_the_process_that_runs_it(tmp_path):
+    """What g++ starts (cc1plus) hears of no signal, and goes on for a minute."""
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\nsleep 600 & echo $! >> {tmp_path}/started\nwait\n")
+    compiler.chmod(0o755)
+    work = "from pathlib import Path; from llmpq.kernels.native import library; import sys\n"
+    work += "library._compile([sys.argv[1]], None, Path(sys.argv[2]))"
+    words = [sys.executable, "-c", work, str(compiler), str(tmp_path / "mark.so")]
+    compiling = subprocess.Popen(words)
+    started = tmp_path / "started"
+    until(lambda: started.exists() and len(started.read_text().split()) == len(library._SOURCES))
+    compiling.kill()
+    compiling.wait()
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started.read_text().split()))
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what another process does."""
+    ends = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.05)

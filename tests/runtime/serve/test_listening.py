@@ -221,3 +221,19 @@ def test_a_prompt_too_long_is_said_as_clients_look_for_it(server, path):
         assert "maximum context length" in error["message"]
         if path != "/v1/messages":
             assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_finds_less_room_than_its_limit_says_so(server, path, stream):
+    body = {"model": "demo-7m", "max_tokens": 5000, "ignore_eos": True, "stream": stream}
+    body["truncate_prompt_tokens"] = server.llm.max_model_len - 4
+    talk = [{"role": "user", "content": "def " * 1000}]
+    body |= {"prompt": "def " * 1000} if path == "/v1/completions" else {"messages": talk}
+    told = asked(http.client.HTTPConnection("127.0.0.1", server.port), "POST", path, body)[1]
+    lines = [line for line in told.splitlines() if "stop_reason" in line]
+    ended = json.loads(lines[-1].removeprefix("data: "))
+    ended = ended.get("delta", ended) if path == "/v1/messages" else ended["choices"][0]
+    reason = "model_context_window_exceeded" if path == "/v1/messages" else "max_model_len"
+    assert ended["stop_reason"] == reason
+    assert path == "/v1/messages" or ended["finish_reason"] == "length"

@@ -157,6 +157,28 @@ def test_an_answer_that_was_cut_while_it_thought_stays_a_turn():
     assert messages_of([user, thought, said, user], ResponseStore(1)) == [user, both, user]
 
 
+def test_an_output_without_its_call_is_refused(client):
+    import openai
+
+    call = {"type": "function_call", "call_id": "c", "name": "clock", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "noon"}
+    other = {**output, "call_id": "d"}
+    for talk in ([output], [output, call], [call, other], [call, output, other]):
+        with pytest.raises(openai.BadRequestError, match="no function call '[cd]'") as caught:
+            client.responses.create(model="demo-7m", input=talk)
+        assert caught.value.param == "input"
+    client.responses.create(**says("ok", input=[call, output, output]))
+
+
+def test_a_forced_call_that_was_cut_is_a_turn_of_nothing(server, client):
+    ask = {"model": "demo-7m", "input": "a", "tools": [CLOCK], "tool_choice": "required"}
+    cut = client.responses.create(**ask, max_output_tokens=2)
+    assert (cut.status, cut.output) == ("incomplete", [])
+    (*_, turn) = server.service.responses.get(cut.id).messages
+    assert turn == {"role": "assistant", "content": ""}
+    client.responses.create(**says("ok", previous_response_id=cut.id))
+
+
 @pytest.mark.parametrize("arguments", ["{", "[1]", '"zone"'])
 def test_a_broken_call_of_the_history_is_said_of_the_input(client, arguments):
     import openai
