@@ -217,7 +217,7 @@ def lengths_of(rows: Sequence[BatchRow], tokenizer: Tokenizer, spec: ModelSpec) 
             length = len(_tokens(row, tokenizer, room)) if row.error is None else 0
         except ValueError:
             continue
-        left = spec.max_positions - length + 1
+        left = spec.max_positions - length
         if length > 0 and left > 0:
             prompts.append(length)
             new_tokens.append(min(row.max_tokens or DEFAULT_NEW_TOKENS, left))

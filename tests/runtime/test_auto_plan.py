@@ -74,12 +74,13 @@ def test_rows_that_cannot_be_served_do_not_count(demo_model):
     rows = [
         text_row(0, "import os", Defaults(max_tokens=5)),
         json_row(1, "{", Defaults()),
-        json_row(2, json.dumps({"prompt": [7] * 9, "max_tokens": spec.max_positions}), Defaults()),
+        json_row(2, json.dumps({"prompt": [7] * spec.max_positions}), Defaults()),
         json_row(3, '{"prompt": [5, 6, 7], "max_tokens": 3}', Defaults()),
+        json_row(4, json.dumps({"prompt": [7] * 9, "max_tokens": 5000}), Defaults()),
     ]
     found = lengths_of(rows, tokenizer, spec)
-    assert list(found.prompts) == [len(tokenizer.encode("import os")), 3]
-    assert list(found.new_tokens) == [5, 3]
+    assert list(found.prompts) == [len(tokenizer.encode("import os")), 3, 9]
+    assert list(found.new_tokens) == [5, 3, spec.max_positions - 9], "as many as there is room for"
     assert lengths_of(rows[1:2], tokenizer, spec) == Lengths(prompts=[1], new_tokens=[1])
 
 
