@@ -252,7 +252,7 @@ def _scaling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | 
         both = factor if kind == "linear" else 1.0
         factors = [each * both for each in file.floats(FREQUENCIES)]
         turned = [factor for factor in factors if factor < AT_REST]
-        if turned and turned == factors[: len(turned)] and len(set(turned)) == 1 < len(factors):
+        if turned == factors[: len(turned)] and len(set(turned)) == 1:
             share = len(turned) / len(factors)
             return {
                 "rope_type": "proportional",

@@ -47,7 +47,13 @@ TABLE_BITS, TABLE_GROUP = 4, 32
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 GGUF_LINEARS = {
     "qkv": ("attn_q", "attn_k", "attn_v", "attn_qkv"),
+    "qk": ("attn_q", "attn_k"),
     "o": ("attn_output",),
+    "mixer_in": (
+        *("ssm_in", "attn_qkv", "attn_gate", "shortconv.in_proj"),
+        *("attn_q", "attn_k", "attn_v"),
+    ),
+    "mixer_out": ("ssm_out", "shortconv.out_proj", "attn_output"),
     "gate_up": ("ffn_gate", "ffn_up"),
     "up": ("ffn_up",),
     "down": ("ffn_down",),
@@ -56,9 +62,15 @@ GGUF_LINEARS = {
     "q_b": ("attn_q_b",),
     "kv_a": ("attn_kv_a_mqa",),
     "experts.gate_up": ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"),
+    "experts.up": ("ffn_up_exps",),
     "experts.down": ("ffn_down_exps",),
-    "shared.gate_up": ("ffn_gate_shexp", "ffn_up_shexp"),
-    "shared.down": ("ffn_down_shexp",),
+    "shared.gate_up": ("ffn_gate_shexp", "ffn_up_shexp", "ffn_gate", "ffn_up"),
+    "shared.up": ("ffn_up_shexp",),
+    "shared.down": ("ffn_down_shexp", "ffn_down"),
+    "latent_in": ("ffn_latent_down",),
+    "latent_out": ("ffn_latent_up",),
+    "per_layer_gate": ("inp_gate",),
+    "per_layer_out": ("proj",),
 }
 """A layer's fused linear -> what its pieces may be called in a GGUF file."""
 

@@ -101,27 +101,29 @@ class GgufCheckpoint(CheckpointSource):
         table = self._table(part, names, shape, scheme, dtype)
         if table is not None or scheme is None or scheme.group_size != GROUP:
             return table
+        if self._cuts_groups(names[0]):
+            return None
         pieces, kinds = [], []
+        arranged = self.names.arranged(part)
         for name in names:
-            stored = self._stored.get(name)
-            if stored is None or stored.make is not None:
-                return None  # missing, which `_get` says, or made of others' values
-            tensor = self._file.tensors[stored.names[0]]
-            eight = scheme.bits == 8 and tensor.kind in IQ4
-            piece = (whole_numbers if eight else codes_of)(tensor, stored.expert)
-            if piece is None:
+            stored, expert = self._in_rows(name)
+            if stored is None:
                 return None
-            piece = piece.rows(partial(self._their_rows, name))
-            if self._has_columns_by_turns(name):
-                if shape[1] // self._delta().heads % GROUP:
+            if stored.make is not None:
+                arranged = AS_IT_IS
+            for tensor in (self._file.tensors[own] for own in stored.names):
+                eight = scheme.bits == 8 and tensor.kind in IQ4
+                piece = (whole_numbers if eight else codes_of)(tensor, expert)
+                if piece is None:
                     return None
-                piece = piece.columns(self._together)
-            pieces.append(piece)
-            kinds.append(tensor.kind)
+                piece = piece.rows(partial(self._their_rows, name))
+                if self._has_columns_by_turns(name):
+                    piece = piece.columns(self._together)
+                pieces.append(piece)
+                kinds.append(tensor.kind)
         got = (sum(p.codes_NK.shape[0] for p in pieces), pieces[0].codes_NK.shape[1])
         if got != shape or len({p.codes_NK.shape[1] for p in pieces}) > 1:
             return None  # read as values, which says what is wrong
-        arranged = self.names.arranged(part)
         order = partial(arranged.ours, spec=self.spec)
         return kept_weight(pieces, kinds, scheme, dtype, order)
 
@@ -137,19 +139,15 @@ class GgufCheckpoint(CheckpointSource):
         pieces: list[CodebookWeight | None] = []
         arranged = self.names.arranged(part)
         for name in names:
-            row = ROW.fullmatch(name)
-            stored = self._stored.get(name if row is None else row["name"])
-            made = None if stored is None else stored.make
-            if stored is None or (made is not None and made not in ONE_BELOW):
+            stored, expert = self._in_rows(name)
+            if stored is None or self._cuts_groups(name):
                 return None
-            if self._has_columns_by_turns(name):
-                return None
-            expert = stored.expert if row is None else int(row["index"])
+            columns = self._together if self._has_columns_by_turns(name) else None
             tensors = [self._file.tensors[own] for own in stored.names]
             if not all(keeps_kind(tensor.kind, scheme) for tensor in tensors):
                 return None
-            found = [codebook_of_blocks(tensor, expert, dtype) for tensor in tensors]
-            if made is not None:
+            found = [codebook_of_blocks(tensor, expert, dtype, columns) for tensor in tensors]
+            if stored.make is not None:
                 arranged = AS_IT_IS
             elif found[0] is not None:
                 found = [ordered(found[0], partial(self._their_rows, name))]
@@ -158,6 +156,17 @@ class GgufCheckpoint(CheckpointSource):
         if whole is None or arranged == AS_IT_IS:
             return whole
         return ordered(whole, partial(arranged.ours, spec=self.spec))
+
+    def _in_rows(self, name: str) -> tuple[Stored | None, int | None]:
+        """Return where the rows of a tensor, or of a row of it, lie, and which expert's they are.
+
+        None where it is missing, which `_get` says, or made of others' values.
+        """
+        row = ROW.fullmatch(name)
+        stored = self._stored.get(name if row is None else row["name"])
+        if stored is None or (stored.make is not None and stored.make not in ONE_BELOW):
+            return None, None
+        return stored, stored.expert if row is None else int(row["index"])
 
     def _say_rounded(self, names: set[str], scheme: WeightScheme, dtype: torch.dtype) -> None:
         """Say once of each type of blocks that they are rounded again, and by how much."""
@@ -207,6 +216,10 @@ class GgufCheckpoint(CheckpointSource):
         form = self.spec.recurrent
         turned = self._means.by_turns and name.endswith("linear_attn.out_proj.weight")
         return turned and form is not None and form.heads > form.key_heads
+
+    def _cuts_groups(self, name: str) -> bool:
+        """Whether columns in our order are no whole groups in the file's."""
+        return self._has_columns_by_turns(name) and bool(self._delta().value_dim % GROUP)
 
     def _together(self, rows: Tensor) -> Tensor:
         """Return heads of values, as many rows each, with those of one key head side by side."""
@@ -271,15 +284,17 @@ class GgufCheckpoint(CheckpointSource):
         if stored.make is not None:  # an expert's row of each, where a row is asked for
             own = [values_of(self._file.tensors[part], index) for part in stored.names]
             return self._their_rows(name, stored.make(own))
-        tensor = values_of(self._file.tensors[stored.names[0]], stored.expert)
+        one = self._file.tensors[stored.names[0]]
+        # A file drops a first dimension of one.
+        whole = index is None or len(one.shape) == 1
+        tensor = values_of(one, stored.expert if whole else index)
         of_mixer = name.endswith("linear_attn.norm.weight")
         if self._means.above_one and name.endswith("norm.weight") and not of_mixer:
             tensor = tensor - 1
         tensor = self._their_rows(name, tensor)
         if self._has_columns_by_turns(name):
             tensor = self._together(tensor.T).T
-        # A file drops a first dimension of one.
-        return tensor if index is None or tensor.ndim == 1 else tensor[index]
+        return tensor
 
     def _handle(self, file: str) -> Any:
         raise AssertionError(f"{file} is no safetensors file")

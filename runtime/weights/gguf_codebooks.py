@@ -13,6 +13,8 @@ are whole ones, which codes of 8 bits are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -36,10 +38,18 @@ def keeps_kind(kind: str, scheme: WeightScheme | None) -> bool:
 
 
 def codebook_of_blocks(
-    tensor: GgufTensor, expert: int | None, dtype: torch.dtype
+    tensor: GgufTensor,
+    expert: int | None,
+    dtype: torch.dtype,
+    columns: Callable[[Tensor], Tensor] | None = None,
 ) -> CodebookWeight | None:
-    """Return a matrix's codes, or one expert's; None where float16 does not hold its scales."""
+    """Return a matrix's codes, or one expert's; None where float16 does not hold its scales.
+
+    `columns`: puts columns, transposed, in another order, that of whole groups.
+    """
     codes_NK, scale_NG = _codes(tensor, expert)
+    if columns is not None:
+        codes_NK, scale_NG = (columns(t.T).T.contiguous() for t in (codes_NK, scale_NG))
     if tensor.kind == "MXFP4":
         made = codebook_weight(codes_NK, scale_NG, codebook=Codebook.E2M1, group_size=GROUP)
         return bounded(made, dtype)

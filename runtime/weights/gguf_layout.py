@@ -123,7 +123,8 @@ def _made(name: str, tensors: Collection[str]) -> Stored | None:
     match = LAYER.fullmatch(name)
     if match is None or match["part"] not in MADE:
         return None
-    parts, make = MADE[match["part"]]
+    parts, how = MADE[match["part"]]
+    make = None if how is _first else how
     if parts[0] not in SHARED_OR_NOT or f"blk.{match['layer']}.{parts[0]}" in tensors:
         return Stored(names=tuple(f"blk.{match['layer']}.{part}" for part in parts), make=make)
     shared = (f"blk.{match['layer']}.{part.replace('.', '_shexp.')}" for part in parts)
@@ -143,10 +144,6 @@ def _transposed(pieces: list[Tensor]) -> Tensor:
     return pieces[0].transpose(-1, -2)
 
 
-ONE_BELOW = (_gates_and_ups, _transposed)
-"""What makes experts of matrices whose rows, one below the other, are in our order."""
-
-
 def _by_head(pieces: list[Tensor]) -> Tensor:
     """Return [H (N + V), L] of keys [H, L, N] and values [H, V, L]."""
     keys, values = (piece.float() for piece in pieces)
@@ -160,6 +157,10 @@ def _first(pieces: list[Tensor]) -> Tensor:
 def _above(pieces: list[Tensor]) -> Tensor:
     """Return [..., 2 N, K] of gates and ups [..., N, K]."""
     return torch.cat([piece.float() for piece in pieces], dim=-2)
+
+
+ONE_BELOW = (_gates_and_ups, _transposed, _above)
+"""What makes parts of matrices whose rows, one below the other, are in our order."""
 
 
 def _apart(pieces: list[Tensor]) -> Tensor:

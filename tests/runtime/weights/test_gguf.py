@@ -71,7 +71,7 @@ GRANITE_4 = {
     "layer_types": ["mamba", "attention"],
     "position_embedding_type": None,
     "num_local_experts": 0,
-    "shared_intermediate_size": 80,
+    "shared_intermediate_size": 96,
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
     "mamba_d_state": 12,
@@ -85,7 +85,7 @@ GRANITE_4 = {
 }
 GRANITE_4_SAYS = {
     "attention.head_count_kv": [0, 2],
-    "feed_forward_length": 80,
+    "feed_forward_length": 96,
     "ssm.inner_size": 128,
     "ssm.time_step_rank": 8,
     "ssm.state_size": 12,
@@ -429,14 +429,14 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
             "position_embedding_type": "rope",
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
-            "shared_intermediate_size": 48,
+            "shared_intermediate_size": 64,
         },
         {
             **GRANITE_4_SAYS,
             "rope.scaling.finetuned": True,
             "expert_count": 4,
             "expert_used_count": 2,
-            "expert_shared_feed_forward_length": 48,
+            "expert_shared_feed_forward_length": 64,
             "feed_forward_length": 96,
         },
     ),
@@ -862,7 +862,7 @@ def write(
     for name, tensor in tensors.items():
         array = tensor.detach().float().contiguous().numpy()
         number = gguf.GGMLQuantizationType[form]
-        plain = any(part in name for part in ("norm", "_inp", "conv1d"))
+        plain = any(part in name for part in ("norm", "_inp", "conv1d", "shortconv.conv."))
         if form != "F32" and array.ndim > 1 and name.endswith(".weight") and not plain:
             writer.add_tensor(name, stored_as(array, number), raw_dtype=number)
         else:
@@ -1406,8 +1406,11 @@ def test_scales_too_small_for_float16_are_read_as_numbers(tmp_path: Path) -> Non
 
 
 KEPT = [(kind, form) for kind in ("llama", "glm4") for form in ("Q8_0", "Q4_0", "Q4_K", "Q5_K")]
-KEPT.append(("qwen35", "Q4_0"))  # whose columns are put in another order, too
-BY_32 = ("falcon-h1", "kimi-linear", "gemma4, its mixture, keys for values", SHARED_CACHES)
+KEPT += [("qwen35", "Q4_0"), ("qwen35", "IQ4_NL")]  # columns are put in another order, too
+BY_32 = (
+    *("falcon-h1", "kimi-linear", "gemma4, its mixture, keys for values", SHARED_CACHES),
+    "granitehybrid with positions, a mixture",
+)
 KEPT += [(kind, form) for kind in BY_32 for form in ("Q4_0", "Q8_0")]
 """Kinds whose rows are whole blocks as they are."""
 
@@ -1419,7 +1422,7 @@ def test_runs_of_kept_codes_give_the_logits_of_their_numbers(
     path = tmp_path / "model.gguf"
     model = random_model(kind, {} if kind in BY_32 else {**WIDE, "head_dim": 64}, noise=0.0)
     write_model(kind, path, form, model)
-    precision = Precision.W4A16 if form.startswith("Q4") else Precision.W8A16
+    precision = Precision.W4A16 if "Q4" in form else Precision.W8A16
     options: dict[str, Any] = {"dtype": torch.float32}
     layers = model.config.num_hidden_layers
     packed = logits(
@@ -1477,3 +1480,14 @@ def test_a_file_is_quantised_to_a_directory_that_others_read(tmp_path: Path) -> 
     theirs = transformers.AutoTokenizer.from_pretrained(into)
     assert theirs("def f(x):\n")["input_ids"] == Tokenizer(DEMO).encode("def f(x):\n")
     assert relative(logits(into, dtype=torch.float32), logits(path, dtype=torch.float32)) < 0.02
+
+
+@pytest.mark.parametrize("form", ["MXFP4", "Q8_0"])
+@pytest.mark.parametrize("kind", [*BY_32, "qwen35", "lfm2", "nemotron_h", "granitehybrid"])
+def test_plans_count_what_codes_of_hybrids_take(
+    kind: str, form: str, tmp_path: Path, planned_and_loaded: Any
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(kind, path, form)
+    planned, loaded = planned_and_loaded(path, "--dtype", "float32")
+    assert loaded == planned
