@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llmpq.file_form import replace_text
 from llmpq.runtime.request import StepKind
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -259,6 +260,6 @@ def write_chrome_trace(
     records: Sequence[StageRecord],
     request_names: Mapping[int, str] | None = None,
 ) -> None:
-    """Write the trace for chrome://tracing or ui.perfetto.dev."""
+    """Write the trace for chrome://tracing or ui.perfetto.dev, whole or not at all."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(chrome_trace(stage_names, records, request_names)))
+    replace_text(Path(path), json.dumps(chrome_trace(stage_names, records, request_names)))

@@ -193,21 +193,23 @@ def _opened(level: Level, compiler: str) -> ctypes.CDLL:
     ]
     openmp = _openmp_library()
     mark = _mark(command, openmp)
+    refused = OSError("they belong to another user")  # whose code is not run
     for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"llmpq-native-{os.getuid()}"):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if folder.stat().st_uid != os.getuid():
-                continue  # another user's code is not run
+                continue
             with file_lock(folder / f"{mark}.lock"):
                 path = folder / f"{mark}.so"
                 if not _whole(path):
                     _compile(command, openmp, path)
-        except PermissionError:
+        except OSError as error:  # read-only, full, not there: the next one may do
+            refused = error
             continue
         if openmp is not None:
             ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(path))
-    raise OSError(f"no folder to keep it in: '{cache_folder()}' cannot be written")
+    raise OSError(f"no folder to keep it in: {refused}; XDG_CACHE_HOME names one")
 
 
 def cache_folder() -> Path:

@@ -56,6 +56,10 @@ def local_model(model: str | Path, *, config_only: bool = False) -> Path:
     broken = broken_link(Path(model))
     if broken is not None:
         raise ValueError(broken)
+    if Path(model).is_file():
+        raise ValueError(
+            f"'{shortened(str(model))}' is a file, and no GGUF file: expected a model's directory"
+        )
     near = _near(Path(model))
     named = None if os.path.isabs(model) else _NAME.fullmatch(str(model))
     if named is None or named["repo"].endswith(".gguf"):

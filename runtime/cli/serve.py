@@ -29,6 +29,11 @@ def main(options: ServeOptions) -> int:
 
     if options.no_access_log:
         logging.getLogger("llmpq.serve.access").setLevel(logging.WARNING)
+    if not options.host.strip():  # as where a variable is not set: --host "$HOST"
+        raise ValueError(
+            "--host is empty, which is every address of this machine: give 0.0.0.0 for those, or "
+            "leave it out for 127.0.0.1"
+        )
     if not 0 < options.port < 65536:
         raise ValueError(f"--port must be 1 to 65535, got {options.port}")
     if settings.uds is None:
@@ -121,9 +126,14 @@ def settings_of(options: ServeOptions) -> ServeSettings:
             on = " on" if least == "from" else ""
             raise ValueError(f"{flag} must be seconds {least} 0{on}, got {seconds:g}{without}")
     _check_tls(server)
+    names = tuple(options.served_model_name or (_folder_name(options),))
+    if not all(name.strip() for name in names):
+        raise ValueError(
+            "--served-model-name is empty; give a name, or leave it out for the folder's"
+        )
     return replace(
         server,
-        model_names=tuple(options.served_model_name or (_folder_name(options),)),
+        model_names=names,
         api_keys=_api_keys(options),
         # Each replica would have its own.
         max_stored_responses=0 if options.replicas > 1 else server.max_stored_responses,
@@ -152,6 +162,8 @@ def _api_keys(options: ServeOptions) -> tuple[str, ...]:
         # The server would be open to all, as where a variable is not set: --api-key "$KEY".
         if any(not key.strip() for key in found):
             raise ValueError(f"{source} is empty; give a key, or leave it out for an open server")
+        if not all(key.strip().isprintable() for key in found):
+            raise ValueError(f"a key of {source} has a line break or the like, which no header has")
     return tuple(key.strip() for found in keys.values() for key in found)
 
 

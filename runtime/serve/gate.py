@@ -179,11 +179,15 @@ class Gate:
                 )
 
     def _leave_root(self, scope: Message) -> None:
-        """Take a proxy's prefix from a request's path, which some leave there."""
+        """Take a proxy's prefix, which some leave there, and a slash at its end from a path.
+
+        From the slash the application would redirect, to an address that clients of a proxy lack.
+        """
         root, path = self._service.settings.root_path, scope["path"]
         if root and (path == root or path.startswith(root + "/")):
-            scope["path"] = path[len(root) :] or "/"
+            path = path[len(root) :]
             scope["raw_path"] = scope["raw_path"].removeprefix(root.encode()) or b"/"
+        scope["path"] = path.rstrip("/") or "/"
 
     def _check_key(self, scope: Message) -> None:
         if not self._keys or _open(scope["path"]) or scope["method"] == "OPTIONS":

@@ -12,6 +12,7 @@ import time
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -192,6 +193,12 @@ class Server(uvicorn.Server):
         """Listen."""
         asyncio.get_running_loop().set_exception_handler(self._loop_error)
         await super().startup(sockets=sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen no more; a socket of the file system goes first, while no other server can be."""
+        if self.config.uds is not None:
+            Path(self.config.uds).unlink(missing_ok=True)
+        await super().shutdown(sockets=sockets)
 
     def _loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Say in one line that files ran out: asyncio has thousands of tracebacks a second."""

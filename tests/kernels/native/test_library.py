@@ -1,5 +1,6 @@
 """The compiled library: kept, mended when damaged, done without when it cannot be had."""
 
+import errno
 import logging
 import os
 import shutil
@@ -112,6 +113,32 @@ def test_a_weight_packed_for_the_library_runs_without_it(packed, anew, monkeypat
     x = torch.randn(3, 300).bfloat16()
     assert library.library() is None
     assert relative_error(packed.matmul(x), linear_reference(x, packed, exact=True)) < 4e-3
+
+
+@pytest.mark.parametrize("cause", [errno.EROFS, errno.ENOENT, errno.ENOSPC, errno.EACCES])
+def test_a_cache_that_cannot_be_written_gives_way_to_the_folder_for_temporary_files(
+    anew, monkeypatch, tmp_path, caplog, cause
+):
+    """A read-only root of a container, a HOME that is not there: not torch's operators."""
+    opened, temporary = [], tmp_path / "temporary"
+    make = Path.mkdir
+
+    def mkdir(path, *args, **kwargs):
+        if path == anew or temporary.name == "none":
+            raise OSError(cause, os.strerror(cause), str(path))
+        make(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    monkeypatch.setattr(library.tempfile, "gettempdir", lambda: str(temporary))
+    monkeypatch.setattr(library, "_compile", lambda command, openmp, path: None)
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path, **_: opened.append(path) or "made")
+    assert library.library_of(library.usable_levels()[0]) == "made"
+    assert Path(opened[-1]).is_relative_to(temporary)
+    temporary = tmp_path / "none"
+    library.library_of.cache_clear()
+    assert library.library_of(library.usable_levels()[0]) is None
+    (line,) = caplog.messages
+    assert os.strerror(cause) in line and "XDG_CACHE_HOME" in line and "several times" in line
 
 
 def test_a_compiler_that_fails_is_said(anew, monkeypatch, tmp_path, caplog):

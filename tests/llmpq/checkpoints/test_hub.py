@@ -179,6 +179,14 @@ def test_a_slip_is_answered_with_the_model_beside_it(folder, tmp_path, monkeypat
     assert "did you mean" not in str(caught.value)
 
 
+def test_a_file_that_is_no_model_is_said_to_be_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("me").mkdir()
+    Path("me/prompts.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match="'me/prompts.jsonl' is a file, and no GGUF file"):
+        local_model("me/prompts.jsonl")
+
+
 def test_paths_are_no_names_of_the_hub(tmp_path):
     for path in ("nowhere", "./me/demo", "/me/demo", "a/b/c", str(tmp_path / "x"), "me/x.gguf"):
         with pytest.raises(ValueError, match="no such model directory"):

@@ -6,6 +6,7 @@ import errno
 import http.client
 import json
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -72,6 +73,9 @@ def test_a_socket_of_the_file_system_answers(two_stages, running, tmp_path, capl
             socket.create_connection(("127.0.0.1", server.port), timeout=5)
         with pytest.raises(ValueError, match="another server listens"):
             _require_free_socket(path)
+    assert not os.path.exists(path), "a socket of which no server is left"
+    with socket.socket(socket.AF_UNIX) as left:  # as by one that was killed
+        left.bind(path)
     _require_free_socket(path)
 
 
@@ -100,7 +104,8 @@ def test_a_proxys_path_is_answered_with_and_without_it(two_stages, running):
             assert asked(connection, "GET", f"{root}/")[0] == 200
             assert asked(connection, "GET", f"{root}/v1/models")[0] == 401
             assert asked(connection, "GET", f"{root}/v1/models", headers=key)[0] == 200
-            assert asked(connection, "POST", f"{root}/v1/completions", ASK, key)[0] == 200
+            for path in ("/v1/completions", "/v1/completions/"):  # not redirected, to nowhere
+                assert asked(connection, "POST", f"{root}{path}", ASK, key)[0] == 200
         told = json.loads(asked(connection, "GET", "/llm/openapi.json", headers=key)[1])
         assert told["servers"] == [{"url": "/llm"}]
         names = [one["operationId"] for path in told["paths"].values() for one in path.values()]

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import re
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.cpu
 STEP_S = {"prefill": 0.25, "decode": 0.125}
+
+
+def test_a_trace_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    from llmpq.runtime.trace import write_chrome_trace
+
+    file = tmp_path / "trace.json"
+    write_chrome_trace(file, [], [])
+    before = file.read_text()
+    write = Path.write_text
+
+    def half(path, text):
+        write(path, text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        write_chrome_trace(file, [], [])
+    assert file.read_text() == before and list(tmp_path.iterdir()) == [file]
 
 
 @pytest.fixture(scope="module")
