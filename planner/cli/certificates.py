@@ -49,7 +49,8 @@ def write_certificate(output: str, best: Answer, options: SolveOptions) -> str |
         )
     except (ValueError, SolverCrashed):  # the plan is as good without; a crash has been said
         return None
-    return _written(output, data)
+    shared = any(stage.shares for stage in best.plan.stages)
+    return _written(output, data, "one engine", shared=shared)
 
 
 def write_topology_certificate(
@@ -66,7 +67,8 @@ def write_topology_certificate(
     from llmpq.planner.solving.engine_floors import engine_variants
 
     bounded = found.found
-    if any(stage.shares for stage in topology.stages):  # the proof is of these groups
+    shared = any(stage.shares for stage in topology.stages)
+    if shared:  # the proof is of these groups
         problem = with_places(problem, [one.places for one in bounded.engines], options.kvs)
         bounded = replace(bounded, bound=bounded.value, most=())
     engines = [(own.problem, own.outcome.assignment) for own in found.plans]
@@ -79,15 +81,19 @@ def write_topology_certificate(
         )
     except (ValueError, SolverCrashed):  # the plan is as good without; a crash has been said
         return None
-    return _written(output, data)
+    what = "these devices" if exactly is None else f"{exactly} engines"
+    return _written(output, data, what, shared=shared)
 
 
-def _written(output: str, data: dict[str, Any]) -> str:
+def _written(output: str, data: dict[str, Any], what: str, *, shared: bool) -> str:
+    """Write it; say of what plans it is a proof. `shared`: devices share stages as planned."""
     path, value, bound = certificate_path(output), data["value"], data["bound"]
     replace_text(path, json.dumps(data, separators=(",", ":")) + "\n")
     if bound <= 0:
         return str(path)
-    return f"{path}: by itself it shows that none is better by more than {value / bound - 1:.2%}"
+    of = f"{what} whose devices share stages as here" if shared else f"{what} without shared stages"
+    better = f"{value / bound - 1:.2%}"
+    return f"{path}: by itself it shows that no plan of {of} is better by more than {better}"
 
 
 def verify_file(request: VerifyRequest) -> None:
