@@ -32,7 +32,6 @@ from llmpq.runtime.cache.gpu_forwarding_kv import GpuDraftedKV
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.device_copies import HostCopy, to_host_async, upload
-from llmpq.runtime.drafts.mtp_drafts import MtpDrafts
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.request import PENDING_TOKEN, PagedRow, StepKind
@@ -48,6 +47,8 @@ from llmpq.speculation import MAX_GAMMA, MeasuredTimes, SpeculationMode
 class CudaStageRunner(StageRunner):
     """One stage on a GPU, ready to run the steps of a `Scheduler`."""
 
+    kv: GpuPagedKVBase
+    mtp: CudaMtpDrafts | None
     _with_copy = GpuDraftedKV
 
     def __init__(
@@ -85,7 +86,6 @@ class CudaStageRunner(StageRunner):
 
     def _make_graphs(self) -> None:
         """Make the sets of steps anew; each step is captured when it first comes."""
-        assert isinstance(self.kv, GpuPagedKVBase)
         make = partial(PagedGraphs, self.model, self.kv, **self._graph_options)
         self._decode = make(chunks=False, keeps_hidden=self._sees_all)
         self._mixed = make(chunks=True)
@@ -98,7 +98,7 @@ class CudaStageRunner(StageRunner):
             self._drafts.share(self._decode)
         for others in (self._mixed, self._verify):
             others.share(self._decode)
-        if isinstance(self.mtp, CudaMtpDrafts):
+        if self.mtp is not None:
             self.mtp.share(self._decode)
         self._rounds: dict[int, PagedRoundGraphs] = {}
         """Number of drafts -> rounds of so many."""
@@ -118,7 +118,7 @@ class CudaStageRunner(StageRunner):
         self._make_graphs()
         return extra
 
-    def _mtp_drafts(self, head: MtpHead, kv: PagedKV) -> MtpDrafts:
+    def _mtp_drafts(self, head: MtpHead, kv: PagedKV) -> CudaMtpDrafts:
         assert isinstance(kv, GpuPagedKVBase)
         options = {k: v for k, v in self._graph_options.items() if k != "last_token_S"}
         return CudaMtpDrafts(head, kv, self._draft_probs, self.model, **options)
@@ -158,7 +158,7 @@ class CudaStageRunner(StageRunner):
     @property
     def drafts(self) -> Callable[[StepMessage], object] | None:
         """Runs a draft step, if the model drafts; for `step_times`."""
-        if isinstance(self.mtp, CudaMtpDrafts):
+        if self.mtp is not None:
             return self.mtp.further
         return None if self._drafts is None else partial(self._drafts.run, hidden_BQh=None)
 
@@ -283,7 +283,7 @@ class CudaStageRunner(StageRunner):
 
     def _round_graphs(self, gamma: int) -> PagedRoundGraphs:
         if gamma not in self._rounds:
-            assert self.draft is not None and isinstance(self.kv, GpuPagedKVBase)
+            assert self.draft is not None
             own = (self.model, self.kv, self.draft, gamma)
             self._rounds[gamma] = PagedRoundGraphs(*own, **self._graph_options)
             self._rounds[gamma].share(self._decode)
@@ -392,7 +392,7 @@ class CudaStageRunner(StageRunner):
         self.compiled_s = time.perf_counter() - began_s
         for step in captured if capture else ():
             self.run(*self._zeros(*step))
-        if capture and isinstance(self.mtp, CudaMtpDrafts):
+        if capture and self.mtp is not None:
             for counts in self._head_steps(self.mtp, rows, gamma):
                 self.mtp.further(self._zeros(StepKind.DECODE, counts, ())[0])
         self._times.forget()
