@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from llmpq.checkpoints.gguf_file import is_gguf
 from llmpq.checkpoints.hub import name_of
-from llmpq.checkpoints.model_config import read_config, spec_fields
+from llmpq.checkpoints.model_config import read_config, spec_fields, with_stored_head
 from llmpq.errors import unknown_name
 from llmpq.families.common.spec_values import (
     AltUp,
@@ -601,7 +601,7 @@ class ModelSpec:
         """Read `config.json` of a local Hugging Face model directory, or a GGUF file's metadata."""
         config = read_config(path)
         try:
-            return cls.from_config(config, name=name_of(path))
+            return cls.from_config(with_stored_head(config, path), name=name_of(path))
         except ValueError as error:
             said = str(error).replace("config.json", "its metadata") if is_gguf(path) else error
             raise ValueError(f"'{path}': {said}") from None

@@ -112,7 +112,7 @@ def make_plan(
         tensor_parallel=None if tensor_parallel is None else str(tensor_parallel),
         time_limit=time_limit_s,
     )
-    from llmpq.planner.cli.own_dtype import in_own_dtype
+    from llmpq.planner.cli.own_dtype import closer_refusal, in_own_dtype
 
     problem, path, _ = make_problem(request)
     best, refused = None, ""
@@ -126,7 +126,8 @@ def make_plan(
         best, _ = own
         problem = best.problem
     if best is None:
-        raise DoesNotFitError(refused)
+        closer = closer_refusal(request, problem, DoesNotFitError(refused), path)
+        raise DoesNotFitError(str(closer))
     return _with_shared_stages(problem, best, options, path).plan
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from llmpq.checkpoints.gguf_config import config_of_gguf
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
+from llmpq.checkpoints.tensor_names import tensor_names
 from llmpq.errors import short_repr, shortened
 from llmpq.families import BY_MODEL_TYPE, WRAPPERS
 from llmpq.families.common.class_defaults import ConfigClass, config_class
@@ -94,6 +95,7 @@ CHANGING = frozenset(
 )
 """Keys that change the arithmetic of the families that read them; refused in others' configs."""
 
+TIED = "tie_word_embeddings"
 NOT_CAUSAL = ("is_causal", "causal", "use_causal_mask")
 """Keys whose false switches the causal mask off."""
 
@@ -191,9 +193,28 @@ def _language_model(config: Config) -> tuple[str, dict[str, Any]]:
     inner = {**(section(config, "text_config") or config)}
     own = inner.get("model_type", model_type)
     model_type = str(config_class(model_type).text if own == model_type else own)
-    if "tie_word_embeddings" in config:  # the whole model's word counts
-        inner["tie_word_embeddings"] = config["tie_word_embeddings"]
+    if TIED in config:  # the whole model's word counts
+        inner[TIED] = config[TIED]
     return model_type, {**inner, "model_type": model_type}
+
+
+def with_stored_head(config: dict[str, Any], directory: str | Path) -> dict[str, Any]:
+    """Return a config that says whether a directory stores an output matrix of its own.
+
+    Where a wrapper says, or by its class's default, that there is none, and the language model
+    inside that there is one, Transformers goes by the tensors.
+    """
+    model_type = str(config.get("model_type"))
+    text_type, inner = _language_model(config)
+    if model_type not in WRAPPERS or text_type not in BY_MODEL_TYPE:
+        return config
+    whole = config.get(TIED, config_class(model_type).defaults.get(TIED))
+    own = (section(config, "text_config") or inner).get(TIED)
+    own = config_class(text_type).defaults.get(TIED) if own is None else own
+    names = tensor_names(Path(directory)) if whole and not own else frozenset()
+    if not names:
+        return config
+    return {**config, TIED: not any(name.endswith("lm_head.weight") for name in names)}
 
 
 def _require_agreement(config: Config, kind: ConfigClass) -> None:
@@ -212,9 +233,8 @@ def _unknown_family(model_type: str, config: Config, inner: Config) -> ValueErro
     known = ", ".join(sorted([*BY_MODEL_TYPE, *WRAPPERS]))
     text = section(config, "text_config") or {}
     text_type = str(text.get("model_type", ""))
-    runs = text_type in BY_MODEL_TYPE
-    feature = lacking(model_type, {**config, **text, **inner}, text_type, text_is_run=runs)
-    if feature is None and runs:
+    feature = lacking(model_type, {**config, **text, **inner}, text_type)
+    if feature is None and text_type in BY_MODEL_TYPE:
         feature = f"{WITHOUT_EQUATION}; '{text_type}' inside is run if saved as a model of its own"
     elif feature is None:
         feature = WITHOUT_EQUATION

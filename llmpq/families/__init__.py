@@ -143,14 +143,19 @@ FAMILIES: dict[str, Family] = {
 """Name -> record."""
 
 WRAPPERS = (
+    "aya_vision",
+    "cohere2_vision",
     "exaone4_5",
     "gemma3",
     "gemma3n",
     "gemma4",
     "gemma4_unified",
+    "got_ocr2",
     "idefics3",
+    "internvl",
     "kimi_k25",
     "lfm2_vl",
+    "lighton_ocr",
     "llama4",
     "llava",
     "llava_next",

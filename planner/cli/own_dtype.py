@@ -13,6 +13,7 @@ from llmpq.default_dtype import without_bfloat16
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.answer import Answer, answer, score, solve_options
 from llmpq.planner.cli.what_if import without
+from llmpq.planner.evaluate.fits import longest_context
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
@@ -61,6 +62,21 @@ def in_own_dtype(
     )
 
 
+def closer_refusal(
+    request: PlanRequest, problem: Problem, refused: DoesNotFitError, path: str | None
+) -> DoesNotFitError:
+    """Return a refusal, or that of the cards that have bfloat16 where less is short with those."""
+    alone = over_own_dtype(request, problem) if problem.workload.dtype == "float32" else None
+    if alone is None or not _reaches(alone, problem):
+        return refused
+    try:
+        answer(alone, solve_options(request, alone.cluster), path)
+    except DoesNotFitError as closer:
+        cards = _cards(without_bfloat16(problem.cluster))
+        return DoesNotFitError(f"{closer}; {cards} are {LEFT_OUT}")
+    return refused
+
+
 LEFT_OUT = "left out: with them all stages would compute in float32"
 
 
@@ -101,14 +117,22 @@ def instead_of_float32(
     """Return the job to plan where plans of both are not held against each other, and its notes.
 
     Float32 is several times slower on cards that have bfloat16: those that lack it are left out,
-    if the model fits the others.
+    if the model fits the others, or if it fits neither way and the others hold a longer context.
     """
     if problem.workload.dtype == "float32":
         alone = over_own_dtype(request, problem, usual_context=usual_context)
-        if alone is not None and not too_big_in_any_chunks(alone):
+        if alone is not None and (not too_big_in_any_chunks(alone) or _reaches(alone, problem)):
             said = f"{_cards(without_bfloat16(problem.cluster))} are {LEFT_OUT}"
             return alone, [said if "no bfloat16" in note else note for note in notes]
     return problem, list(notes)
+
+
+def _reaches(alone: Problem, problem: Problem) -> bool:
+    """Whether a job that fits neither way fits with a context as long without cards as with."""
+    most = problem.spec.max_positions
+    return too_big_in_any_chunks(problem) and (
+        longest_context(alone, most) >= max(1, longest_context(problem, most))
+    )
 
 
 def beats(own: Answer, topology: Topology, options: SolveOptions) -> bool:

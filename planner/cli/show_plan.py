@@ -34,7 +34,7 @@ from llmpq.planner.answer import (
 from llmpq.planner.cli.alternatives import MethodRow, bits_lines, left_out_lines
 from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.certificates import write_certificate, write_topology_certificate
-from llmpq.planner.cli.own_dtype import beats, in_own_dtype
+from llmpq.planner.cli.own_dtype import beats, closer_refusal, in_own_dtype
 from llmpq.planner.cli.show_topology import print_topology, topology_lines
 from llmpq.planner.evaluate.simulator import reported_time
 from llmpq.planner.problem.make_problem import make_problem
@@ -100,12 +100,12 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         else:
             best, several = best_answer(request, problem, options, path)
             own = in_own_dtype(request, problem, best if best.waves == 1 else None, path)
-    except DoesNotFitError:
+    except DoesNotFitError as error:
         own = in_own_dtype(request, problem, None, path)
         if own is None:
             for line in _what_if(changes, None, path):
                 say(open_console(), line)
-            raise
+            raise closer_refusal(request, problem, error, path) from None
     notes = [*notes, *one_pipeline_notes(request, options, len(problem.cluster.devices))]
     if options.method == "all" and options.groups and may_group(problem):
         notes.append(NO_GROUPS)
@@ -647,12 +647,13 @@ def _what_if(
         try:
             other = answer(problem, options, path)
         except DoesNotFitError as error:
-            why = f"what if {change}: {error}"
+            refused = error
         own = None if all_methods else in_own_dtype(request, problem, other, path)
         if own is not None:
             other, _ = own
         if other is None:
-            lines.append(why)
+            closer = closer_refusal(request, problem, refused, path)
+            lines.append(f"what if {change}: {closer}")
             continue
         said = made_possible(other.plan) if best is None else compared(best.plan, other.plan)
         lines.append(f"what if {change}: {said}")

@@ -50,8 +50,9 @@ UNREAD = re.compile(
 """Buffers that old checkpoints carry, scales of a KV cache in 8 bits, and tied heads; constants of
 lightning attention."""
 LEFT_OUT = re.compile(
-    r"(^|\.)(vision(_tower|_model|_embedder)?|visual|audio_tower|multi_modal_projector|mm_projector"
-    r"|embed_vision|embed_audio|connector|mtp(_layers)?)\.|(^|\.)image_newline$"
+    r"(^|\.)(vision(_tower|_model|_encoder|_embedder|_projection)?|visual|audio_tower"
+    r"|multi_modal_projector|mm_projector|embed_vision|embed_audio|connector|mtp(_layers)?)\."
+    r"|(^|\.)image_newline$"
 )
 """Parts of a checkpoint beside the language model."""
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

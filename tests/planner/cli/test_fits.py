@@ -410,3 +410,28 @@ def test_contexts_beyond_the_positions_are_marked(capsys: pytest.CaptureFixture[
         (row,) = [line for line in text.splitlines() if line.startswith(" 4 bits")]
         assert (" *" in row) is marked
         assert ("*: beyond the model's 40,960 positions" in text) is marked
+
+
+@pytest.mark.parametrize("old", ["t4", "p40:2"])
+def test_cards_that_would_cost_the_dtype_shorten_no_context(fits: Any, old: str) -> None:
+    """Gemma 3 overflows float16: with cards without bfloat16 all would compute in float32."""
+    longest, short = [], []
+    for devices in ("4090:2", f"4090:2,{old}"):
+        words = f"--model gemma-3-27b --devices {devices} --bits 4 --kv 16 --batch 8"
+        code, report, said = fits(f"{words} --context 60000")
+        assert code == 5
+        longest.append([load["longest_context"] for load in report["forms"][0]["loads"]])
+        short.append(report["short_bytes"])
+    assert longest[1] == longest[0] and short[1] == short[0]
+
+
+def test_a_refused_plan_is_short_of_what_is_less() -> None:
+    job = {"model": "gemma-3-27b", "bits": 4, "batch": 8, "prompt_len": 60_000, "gen_len": 100}
+    refusals = []
+    for devices in ("4090:2", "4090:2,t4"):
+        with pytest.raises(DoesNotFitError) as error:
+            make_plan(devices=devices, **job)
+        refusals.append(str(error.value))
+    alone, beside = (re.search(r"short by (\S+ \S+) for", one) for one in refusals)
+    assert alone is not None and beside is not None and alone[1] == beside[1]
+    assert refusals[1].endswith("left out: with them all stages would compute in float32")

@@ -205,6 +205,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vision_config": {"hidden_size": 768},
         "tie_word_embeddings": False,
     },
+    "InternVL 3's text, tied by its wrapper's default": {
+        "model_type": "internvl",
+        "text_config": {**SIZES, "model_type": "qwen2", "rope_theta": 1000000.0},
+        "vision_config": {"image_size": [28, 28], "patch_size": [14, 14]},
+    },
+    "Command A Vision's text": {
+        "model_type": "cohere2_vision",
+        "text_config": {**SIZES, "model_type": "cohere2", "sliding_window": 8},
+        "vision_config": {"model_type": "siglip_vision_model"},
+    },
+    "Aya Vision's text": {
+        "model_type": "aya_vision",
+        "text_config": {**SIZES, "model_type": "cohere2", "sliding_window": 8},
+        "vision_config": {"model_type": "siglip_vision_model"},
+    },
+    "GOT-OCR 2's text": {
+        "model_type": "got_ocr2",
+        "text_config": {**SIZES, "model_type": "qwen2", "use_sliding_window": False},
+        "vision_config": {"hidden_size": 768},
+    },
+    "LightOnOCR's text": {
+        "model_type": "lighton_ocr",
+        "text_config": {**SIZES, "model_type": "qwen3", "head_dim": 32},
+        "vision_config": {"model_type": "pixtral"},
+    },
     "Qwen2.5-VL as it lies flat": {
         **SIZES,
         "model_type": "qwen2_5_vl",
@@ -342,6 +367,32 @@ def test_the_text_of_kimi_k2_5_is_run(script: ModuleType, tmp_path: Path) -> Non
         pipeline = ReferencePipeline.from_directory(directory, max_len=10)
         outputs.append(pipeline.generate([[5, 17, 120, 3]], max_new=6))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("whole", [None, True])
+@pytest.mark.parametrize("inside", [None, False])
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_output_matrix_that_is_stored_is_no_embedding(
+    script: ModuleType, tmp_path: Path, whole: bool | None, inside: bool | None, stored: bool
+) -> None:
+    """Wrappers whose default is a tied matrix around models whose default is an own one."""
+    said = {"model_type": "internvl", "tie_word_embeddings": not stored}
+    text = {**SIZES, "model_type": "qwen2"}
+    vision = {**script.VISION, "image_size": [28, 28], "patch_size": [14, 14]}
+    torch.manual_seed(1)
+    model = script.random_model({**said, "text_config": text, "vision_config": vision})
+    model.save_pretrained(tmp_path)
+    config = {"model_type": "internvl", "text_config": dict(text), "vision_config": vision}
+    for words, word in ((config, whole), (config["text_config"], inside)):
+        words |= {} if word is None else {"tie_word_embeddings": word}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
+    spec = ModelSpec.from_directory(tmp_path)
+    assert spec.tied_embeddings is not stored
+    (got,) = ReferencePipeline.from_directory(tmp_path, max_len=12).generate([[5, 17]], max_new=6)
+    theirs = model.generate(
+        torch.tensor([[5, 17]]), max_new_tokens=6, do_sample=False, eos_token_id=None
+    )
+    assert got == theirs[0, 2:].tolist()
 
 
 def test_a_wrong_theta_would_be_seen(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
