@@ -233,8 +233,9 @@ def _unknown_family(model_type: str, config: Config, inner: Config) -> ValueErro
     known = ", ".join(sorted([*BY_MODEL_TYPE, *WRAPPERS]))
     text = section(config, "text_config") or {}
     text_type = str(text.get("model_type", ""))
-    feature = lacking(model_type, {**config, **text, **inner}, text_type)
-    if feature is None and text_type in BY_MODEL_TYPE:
+    runs = text_type in BY_MODEL_TYPE
+    feature = lacking(model_type, {**config, **text, **inner}, text_type, text_is_run=runs)
+    if feature is None and runs:
         feature = f"{WITHOUT_EQUATION}; '{text_type}' inside is run if saved as a model of its own"
     elif feature is None:
         feature = WITHOUT_EQUATION

@@ -255,6 +255,15 @@ def require_read(described: Mapping[str, Any], directory: object) -> None:
             f"{words or layout} is not supported; expected {' or '.join(layouts)}. Convert "
             "the checkpoint, or quantise it anew"
         )
+    others = described.get("dynamic")
+    for name, own in others.items() if method == "gptq" and isinstance(others, Mapping) else ():
+        for key in ("bits", "group_size", "desc_act"):
+            if isinstance(own, Mapping) and own.get(key, described.get(key)) != described.get(key):
+                raise ValueError(
+                    f"'{directory}': config.json, quantization_config: 'dynamic' gives '{name}' "
+                    f"{key}={own[key]!r}, others have {described.get(key)!r}; llmpq reads one for "
+                    "all. Quantise the model with one"
+                )
     if method == "bitsandbytes" and is_given(described.get("load_in_8bit")):
         raise ValueError(
             f"'{directory}': bitsandbytes of 8 bits (LLM.int8) is not supported; expected 4 bits "

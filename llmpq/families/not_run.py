@@ -73,6 +73,13 @@ KINDS_OF_LAYERS = {
 }
 """A value of `layer_types` -> what it needs."""
 
+OWN_FORMS = (
+    (("kv_lora_rank",), "this family's form of latent attention"),
+    (("num_experts", "num_local_experts", "n_routed_experts"), "this family's mixture of experts"),
+)
+"""Keys that tell something where nothing else does."""
+
+
 DRAFT_HEADS = ("draft_vocab_size", "eagle_config", "dflash_config")
 """Keys of layers that draft for another model: they have no tokens of their own."""
 
@@ -99,7 +106,9 @@ def no_language_model(config: Config) -> str | None:
     return None
 
 
-def lacking(model_type: str, config: Config, text_type: str = "") -> str | None:
+def lacking(
+    model_type: str, config: Config, text_type: str = "", *, text_is_run: bool = False
+) -> str | None:
     """Return the features that a family needs and llmpq lacks, None where nothing tells.
 
     `text_type`: the `model_type` of the language model inside, where it has one of its own.
@@ -110,6 +119,8 @@ def lacking(model_type: str, config: Config, text_type: str = "") -> str | None:
     layers = config.get("layer_types")
     if isinstance(layers, list):
         found += [KINDS_OF_LAYERS[str(kind)] for kind in layers if str(kind) in KINDS_OF_LAYERS]
+    if not found and not text_is_run:
+        found = _signs(config, OWN_FORMS)
     found = list(dict.fromkeys(found))
     if any(kind in FEATURE_OF for kind in kinds):  # whose own features are named
         found = [one for one in found if one != RECURRENT]

@@ -60,8 +60,7 @@ def test_a_listed_recurrence_is_named_once() -> None:
     ("keys", "feature"),
     [
         ({"mamba_d_state": 16}, "this family's form of recurrent layers"),
-        ({"n_routed_experts": 64, "use_moe": False}, "lacks a record of this family"),
-        ({"kv_lora_rank": 64}, "lacks a record of this family"),
+        ({"n_routed_experts": 64}, "this family's mixture of experts"),
         ({"vision_config": {"depth": 2}}, "a record of this family .*leave out its vision tower"),
         ({"num_kv_shared_layers": 10}, "layers that share a KV cache"),
         ({"layer_types": ["conv", "full_attention"]}, "form of recurrent layers"),

@@ -68,6 +68,7 @@ READ = {
     "gptq, format": ("v2", {**GPTQ, "format": "gptq_v2"}),
     "gptq, capitals": ("v2", {**GPTQ, "format": "GPTQ_V2"}),
     "gptq, both": ("v2", {**GPTQ, "format": "gptq_v2", "checkpoint_format": "gptq_v2"}),
+    "gptq, some left as they are": ("v1", {**GPTQ, "dynamic": {"-:lm_head": {}}}),
     "gptq, the first": ("v1", {**GPTQ, "format": "gptq"}),
     "awq": ("awq", {**AWQ, "format": "gemm"}),
     "awq, version": ("awq", {**AWQ, "version": "GEMM"}),
@@ -121,6 +122,11 @@ def test_older_tools_say_it_in_a_file_of_their_own(
     [
         ({**GPTQ, "format": "marlin"}, "GPTQ's format='marlin' is not supported"),
         ({**GPTQ, "format": "gptq", "checkpoint_format": "gptq_v2"}, "is not supported"),
+        (
+            {**GPTQ, "dynamic": {"-:.*down_proj": {}, r"+:.*\.1\.mlp.*": {"bits": 8}}},
+            r"'dynamic' gives '.*mlp.*' bits=8, others have 4",
+        ),
+        ({**GPTQ, "dynamic": {".*o_proj": {"group_size": 32}}}, "group_size=32, others have 64"),
         ({**AWQ, "format": "gemv"}, "AWQ's format='gemv' is not supported; expected gemm"),
         ({**AWQ, "version": "gemv_fast"}, "AWQ's version='gemv_fast'"),
         ({**AWQ, "version": "gemm", "format": "gemv"}, "AWQ's version='gemm', format='gemv'"),
