@@ -20,6 +20,13 @@ def require_gpus(plan: Plan, engine: str) -> None:
             f"{engine} runs no stage on a CPU beside GPUs, the plan has {', '.join(cpus)}; plan "
             "with a cluster of the GPUs alone, or export with --to llamacpp or --to accelerate"
         )
+    for place in plan.places:
+        spec = spec_of(plan, place)
+        if spec is not None and spec.export_only is not None:
+            raise ValueError(
+                f"{engine} is exported for NVIDIA's and AMD's GPUs, the plan has {place.device} "
+                f"({place.kind}); export with --to {spec.export_only}"
+            )
     makers = {_maker(plan, place): place.device for place in plan.places}
     if len(makers) > 1:
         raise ValueError(

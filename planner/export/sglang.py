@@ -55,11 +55,13 @@ def sglang(plan: Plan, spec: ModelSpec) -> Exported:
         f"--context-length {context_length(plan)} "
         f"--max-running-requests {plan.workload.batch}"
     )
+    hosts = {node.name: node.host for node in plan.nodes}
+    first = hosts.get(nodes[0][0]) or nodes[0][0]
     for rank, (node, stages) in enumerate(nodes):
         command = f"{visible_devices(stages)} {common}"
         if len(nodes) > 1:
             command += f" --nnodes {len(nodes)} --node-rank {rank}"
-            command += f" --dist-init-addr {quoted(nodes[0][0])}:{PORT}"
+            command += f" --dist-init-addr {quoted(first)}:{PORT}"
             lines.append(f"# on {node}, with the partition exported there too")
         lines.append(command)
     kv = kv_line(plan)

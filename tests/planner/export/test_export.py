@@ -90,6 +90,22 @@ def test_vllm_and_sglang_partitions() -> None:
     assert "--nnodes 2 --node-rank 1 --dist-init-addr a:20000\n" in sglang
 
 
+def test_sglang_calls_the_first_node_by_its_host() -> None:
+    nodes = [{"name": "a", "host": "10.0.0.1"}, {"name": "b", "host": "10.0.0.2"}]
+    stages = (("A100-40GB", "a", 0, 16), ("A100-40GB", "b", 0, 16))
+    text = WRITERS["sglang"](_on(*stages, nodes=nodes), LLAMA).text
+    assert text.count("--dist-init-addr 10.0.0.1:20000\n") == 2
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["M4-Max", "Arc-B580"])
+def test_devices_that_llamacpp_alone_runs_are_refused(engine: str, kind: str) -> None:
+    plan = _on((kind, "box", 0, 32))
+    with pytest.raises(ValueError, match=rf"has {kind}-0 \({kind}\); export with --to llamacpp"):
+        WRITERS[engine](plan, LLAMA)
+    assert "llama-server" in WRITERS["llamacpp"](plan, LLAMA).text
+
+
 def test_gpus_are_listed_in_the_order_of_their_stages() -> None:
     plan = _on(("A100-40GB", "box", 2, 20), ("A100-40GB", "box", 0, 12))
     assert "CUDA_VISIBLE_DEVICES=2,0\n" in WRITERS["vllm"](plan, LLAMA).text
