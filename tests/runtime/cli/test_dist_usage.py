@@ -170,6 +170,9 @@ def test_a_plan_that_names_no_model_is_answered_in_the_commands_words(job_files,
     plan = json.loads((folder / "plan.json").read_text())
     plan["model"].pop("path", None)
     (folder / "plan.json").write_text(json.dumps(plan))
+    with socket.socket() as free:  # a server of somebody's may have 8000
+        free.bind(("127.0.0.1", 0))
+        files += ["--port", str(free.getsockname()[1])] if command == "serve" else []
     assert main([command, "--plan", str(folder / "plan.json"), *files]) == ExitCode.USAGE
     said = last_line(capsys)
     assert "the plan names no model directory; give " in said and said.endswith(" --model DIR")
