@@ -100,7 +100,8 @@ def this_machine() -> Cluster:
 def assumed(cluster: Cluster) -> list[str]:
     """Return what was assumed of devices that are not in the table."""
     guessed = f"{_GUESS['mem_gbps']} GB/s and {_GUESS['fp16_tflops']} TFLOP/s"
-    kinds = {device.kind for device in cluster.devices} - set(device_specs())
+    # A group's kind ("2 x CPU") is in no table; its members' are.
+    kinds = {device.kind for device in cluster.ungrouped().devices} - set(device_specs())
     return [f"'{kind}' is not in the table of cards: {guessed} are assumed" for kind in kinds]
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 JOB: Mapping[str, Any] = {
     "bits": "w16a16",
     "kv": "kv16",
-    "dtype": "bfloat16",
     "batch": 32,
     "prompt": 512,
     "gen": 100,
@@ -306,7 +305,8 @@ def _add_job(job: Section) -> None:
     job.flag("--head-bits", type=int, choices=(8, 16), only=unplanned, help=HEAD_BITS)
     job.flag("--cpu-activations", choices=("exact", "int8"), only=unplanned, help=CPU_ACTIVATIONS)
     job.flag("--kv", daily=True, metavar="PRECISION", only=unplanned, help=_default("kv"))
-    job.flag("--dtype", type=full_dtype, choices=DTYPES, only=unplanned, help=_default("dtype"))
+    text = "of activations and unquantised weights (default: as run's and serve's)"
+    job.flag("--dtype", type=full_dtype, choices=DTYPES, only=unplanned, help=text)
     for name, also in (
         ("batch", ("--batch-size",)),
         ("prompt", ("--prompt-len", "--input-len")),
@@ -351,7 +351,6 @@ def _default(name: str) -> str:
     what = {
         "bits": "of all layers",
         "kv": "of the KV cache",
-        "dtype": "of activations and unquantised weights",
         "batch": "requests at once",
         "prompt": "tokens of a prompt",
         "gen": "tokens to generate of each",

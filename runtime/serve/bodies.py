@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Annotated, Any, Literal, Self
@@ -197,7 +197,7 @@ class ResponseFormat(Body):
                 "'response_format' of type json_schema needs 'json_schema.schema'",
                 param="response_format",
             )
-        StructuredOutputsParams(json=self.json_schema.schema_)
+        _guide("response_format", {"json": self.json_schema.schema_})
         return {"json": self.json_schema.schema_}
 
 
@@ -300,7 +300,15 @@ class SamplingBody(ChoiceBody):
         unknown = sorted(set(given) - {*GUIDES})
         if unknown:
             raise ValueError(f"structured_outputs takes {', '.join(GUIDES)}, got '{unknown[0]}'")
-        return StructuredOutputsParams(**given) if given else None
+        return _guide(self.guided_by, given) if given else None
+
+
+def _guide(field: str, given: Mapping[str, Any]) -> StructuredOutputsParams:
+    """Return what the text must be; `ApiError` names the field that says so."""
+    try:
+        return StructuredOutputsParams(**given)
+    except ValueError as error:
+        raise ApiError(400, f"{field}: {error}", param=field) from None
 
 
 def _marks(given: str | Texts | None) -> list[str]:

@@ -27,7 +27,8 @@ from rich.console import Console
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.commands.command_line import refuse_without_effect
 from llmpq.commands.output_paths import check_files, write_all
-from llmpq.devices.this_machine import read_host, useful_threads
+from llmpq.default_dtype import default_dtype
+from llmpq.devices.this_machine import read_host, this_machine, useful_threads
 from llmpq.errors import ExitCode
 from llmpq.file_form import explain
 from llmpq.model_spec import ModelSpec, builtin_name
@@ -205,6 +206,7 @@ def single_plan(spec: ModelSpec, options: BenchOptions) -> Plan:
     """Return the plan of a whole model on this machine's first GPU, or on its CPU."""
     given = {name: getattr(options, name) for name in JOB}
     job = {**JOB, **{name: value for name, value in given.items() if value is not None}}
+    dtype = options.dtype or default_dtype(spec, this_machine())
     try:
         plan = manual_plan(
             spec,
@@ -213,7 +215,7 @@ def single_plan(spec: ModelSpec, options: BenchOptions) -> Plan:
                 prompt_len=job["prompt"],
                 gen_len=job["gen"],
                 kv=KVPrecision.parse(job["kv"]),
-                dtype=job["dtype"],
+                dtype=dtype,
             ),
             precision=Precision.parse(job["bits"]),
             quantization=QuantizationForm(
@@ -223,7 +225,7 @@ def single_plan(spec: ModelSpec, options: BenchOptions) -> Plan:
             ),
             threads=useful_threads(
                 read_host().threads,
-                spec.num_params * DTYPE_BYTES[job["dtype"]],
+                spec.num_params * DTYPE_BYTES[dtype],
                 job["batch"],
             ),
             prefill_microbatch=_or(options.prefill_microbatch, job["batch"]),

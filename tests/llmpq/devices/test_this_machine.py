@@ -8,6 +8,7 @@ from llmpq import costs_cache
 from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
 from llmpq.devices import this_machine
 from llmpq.devices.device_spec import device_specs
+from llmpq.devices.joined_devices import one_group
 from llmpq.devices.this_machine import (
     GIB,
     Host,
@@ -17,6 +18,7 @@ from llmpq.devices.this_machine import (
     useful_threads,
     visible,
 )
+from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 
 pytestmark = pytest.mark.pure
@@ -54,6 +56,7 @@ def test_what_is_guessed_is_said(monkeypatch):
     (said,) = assumed(machine(monkeypatch, SMI))
     assert "NVIDIA GB99" in said and "assumed" in said
     assert assumed(machine(monkeypatch, SMI, "0,1")) == []
+    assert assumed(one_group(machine(monkeypatch), 2, ModelSpec.by_name("opt-13b"))) == []
 
 
 def test_without_gpus_the_cores_are_taken(monkeypatch):

@@ -5,12 +5,14 @@ import json
 
 import pytest
 
+from llmpq.devices import this_machine
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Speculation
 from llmpq.runtime.cli.main import main
+from llmpq.runtime.cli.tool_flags import BenchOptions, bench_parser
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.launch.stages.emulate import memory_share
-from llmpq.runtime.tools import bench_rows
+from llmpq.runtime.tools import bench, bench_rows
 from llmpq.runtime.tools.bench_rows import summary
 from llmpq.workload import Workload
 
@@ -43,6 +45,24 @@ def test_in_process_with_dummy_weights(demo_model, tmp_path, capsys):
     # 4 rows, 5 tokens each: the two phases make up the whole.
     whole_s = (found["e2e_prefill"]["value"] + 4 * found["e2e_step"]["value"]) / 1e3
     assert 20 / found["e2e"]["value"] == pytest.approx(whole_s, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("quick", "words", "dtype"),
+    [
+        ((), (), "float32"),
+        (("float16",), (), "float16"),
+        (("bfloat16",), (), "float32"),
+        ((), ("--dtype", "bfloat16"), "bfloat16"),
+    ],
+)
+def test_a_job_computes_in_the_dtype_that_run_would_take(monkeypatch, quick, words, dtype):
+    """As stored (opt: float16) where the CPU is quick in that, else float32."""
+    monkeypatch.setattr("llmpq.default_dtype.quick_dtypes", lambda: frozenset(quick))
+    monkeypatch.setattr(this_machine, "read_gpus", list)
+    monkeypatch.setattr(bench, "on_gpu", lambda plan: plan)
+    options = bench_parser().read_as(BenchOptions, [*DUMMY, *words])
+    assert bench.single_plan(ModelSpec.by_name("opt-13b"), options).workload.dtype == dtype
 
 
 @pytest.mark.parametrize(

@@ -352,6 +352,17 @@ def test_a_completions_format_is_kept(server):
     assert status == 400 and "both say what the text must be" in told["error"]["message"]
 
 
+@pytest.mark.parametrize("door", [CHATS, COMPLETIONS, RESPONSES])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("guided_choice", []), ("guided_grammar", ""), ("structured_outputs", {"json": "{"})],
+)
+def test_a_guide_that_cannot_be_is_said_of_the_field_that_has_it(server, door, field, value):
+    status, told = post(server, door, asked(door, **{field: value}))
+    assert (status, told["error"]["param"]) == (400, field)
+    assert told["error"]["message"].startswith(f"{field}: ")
+
+
 def test_an_answer_goes_on_with_the_last_message(server):
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "I say"}]
     encode = server.llm.tokenizer.encode_chat
