@@ -20,6 +20,7 @@ from llmpq.plan import Plan
 from llmpq.planner.answer import Answer, solved
 from llmpq.planner.evaluate.objective import PhaseTimes, sum_omega
 from llmpq.planner.evaluate.simulator import reported_time
+from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.units import shown, shown_loss
 from llmpq.workload import Workload
@@ -40,10 +41,14 @@ class Rated:
     omega: float
 
 
-def bits_lines(best: Answer, options: SolveOptions, *, of_one: bool = False) -> list[str]:
+def bits_lines(
+    best: Answer, options: SolveOptions, job: Problem, *, of_one: bool = False
+) -> list[str]:
     """Return the next better and the next faster choice of bits, one line each.
 
-    `of_one`: say that they are of one pipeline, as several engines may be better.
+    `job`: what was to be planned; the plan's own problem may have devices in groups, which a choice
+    of more bits may not fit. `of_one`: say that they are of one pipeline, as several engines may be
+    better.
     """
     p, a = best.problem, best.outcome.assignment
     predicted = best.plan.predicted
@@ -57,11 +62,11 @@ def bits_lines(best: Answer, options: SolveOptions, *, of_one: bool = False) -> 
     lines = []
     better = [b for b in omegas if omegas[b] < own.omega * (1 - SAME)]
     if better:
-        line, _ = _line(best, options, max(better, key=lambda b: omegas[b]), own, of_one)
+        line, _ = _line(best, options, job, max(better, key=lambda b: omegas[b]), own, of_one)
         lines.append(f"better quality: {line}")
     faster = [b for b in omegas if omegas[b] > own.omega * (1 + SAME)]
     for b in sorted(faster, key=lambda b: omegas[b]):
-        line, found = _line(best, options, b, own, of_one)
+        line, found = _line(best, options, job, b, own, of_one)
         if found is not None and found.speed.total_s < own.speed.total_s / (1 + GAP):
             lines.append(f"faster: {line}")
             break
@@ -69,16 +74,20 @@ def bits_lines(best: Answer, options: SolveOptions, *, of_one: bool = False) -> 
 
 
 def _line(
-    best: Answer, options: SolveOptions, b: int, own: Rated, of_one: bool
+    best: Answer, options: SolveOptions, job: Problem, b: int, own: Rated, of_one: bool
 ) -> tuple[str, Rated | None]:
     """Return what one precision everywhere would give, and its plan's rate where one fits."""
     precision = best.problem.choices[b]
-    problem = best.problem.with_changes(choices=(precision,), theta=0.0)
     how = _quickly(options)
     everywhere = f"{precision.title} everywhere"
-    try:
-        priced, outcome = solved(problem, how)
-    except DoesNotFitError:
+    grouped = any(device.joined for device in best.problem.cluster.devices)
+    for problem in (best.problem, job)[: 1 + grouped]:
+        try:
+            priced, outcome = solved(problem.with_changes(choices=(precision,), theta=0.0), how)
+            break
+        except DoesNotFitError:
+            of_one = of_one or problem is not job
+    else:
         return f"{everywhere} does not fit", None
     rated = Rated(
         speed=Speed.of(priced.workload, reported_time(priced, outcome.assignment)),

@@ -283,7 +283,9 @@ def _limits(section: Section) -> None:
         "--engines",
         daily=True,
         default="auto",
-        only=tuple(_one_pipeline(flag) for flag in ("--pareto", "--pin", "--max-devices")),
+        only=tuple(
+            _one_pipeline(flag) for flag in ("--pareto", "--pin", "--max-devices", "--what-if")
+        ),
         metavar="N",
         help="pipelines that share the job, each with the whole model (auto: as many as are best)",
     )

@@ -295,7 +295,9 @@ def quality_of(plan: Plan) -> str:
     if solver.value is None:
         return solver.status
     if solver.prefer is not None and solver.status == "optimal":
-        proof = "no plan of one engine is faster without losing more quality"
+        grouped = any(stage.shares for stage in plan.stages)
+        what = "these groups" if grouped else "a device a stage"
+        proof = f"no pipeline with {what} is faster without losing more quality"
         return f"--prefer {solver.prefer}, proven optimal: {proof}"
     how = f"theta {solver.theta:.4g}, {solver.objective}"
     how = how if solver.prefer is None else f"--prefer {solver.prefer}: {how}"

@@ -17,6 +17,7 @@ from llmpq.planner.cli.arguments import DEFAULT_POINTS
 from llmpq.planner.cli.long_search import line_if_long
 from llmpq.planner.cli.show_plan import (
     check_outputs,
+    more_than_pipelines,
     one_pipeline_notes,
     open_console,
     say,
@@ -76,8 +77,9 @@ def show_front(
     console = open_console()
     console.print(front_table(front.plans, chosen), width=min(console.width, TABLE_COLUMNS))
     how = f"--theta {problem.theta:g}" if options.prefer is None else f"--prefer {options.prefer}"
-    shared = one_pipeline_notes(request, options, len(problem.cluster.devices))
-    instead = "with --engines 1 instead of --pareto" if shared else "without --pareto"
+    shared = one_pipeline_notes(request, options, problem)
+    flags = " ".join(more_than_pipelines(request, options, problem)) if shared else ""
+    instead = f"with {flags} instead of --pareto" if flags else "without --pareto"
     say(console, f"* of these plans the one that {how} takes: the same command {instead}")
     say(console, coverage(front))
     say(console, f"another of these plans: the same command {instead}, with --quality-budget LOSS")

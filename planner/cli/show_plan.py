@@ -90,6 +90,9 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     """Plan, check, write `-o`, and print."""
     problem, options, path, notes = job.problem, job.options, job.path, job.notes
     check_outputs(request)
+    notes = [*notes, *one_pipeline_notes(request, options, problem)]
+    if request.what_if and request.engines == "auto":  # plans that are compared are of one engine
+        request = replace(request, engines="1")
     changes = _changed(request, problem, notes)
     compared: Mapping[str, MethodRow | str] = {}
     own: tuple[Answer, str] | None = None
@@ -106,7 +109,6 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
             for line in _what_if(changes, None, path):
                 say(open_console(), line)
             raise closer_refusal(request, problem, error, path) from None
-    notes = [*notes, *one_pipeline_notes(request, options, len(problem.cluster.devices))]
     if options.method == "all" and options.groups and may_group(problem):
         notes.append(NO_GROUPS)
     lacking = without_bfloat16(problem.cluster)
@@ -145,7 +147,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     from llmpq.planner.evaluate.simulator import step_note
 
     of_one = several is not None and request.engines != "1"
-    beside = bits_lines(best, options, of_one=of_one)
+    beside = bits_lines(best, options, job.problem, of_one=of_one)
     if request.engines != "1" or several is not None:
         beside += topology_lines(best, several, num_engines(request.engines))
         if several is None and problem.workload.batch > 1:
@@ -184,8 +186,8 @@ NO_GROUPS = (
     "--method all compares pipelines with a device a stage; without it stages that devices share "
     "and several engines are looked for, too"
 )
-ONE_PIPELINE = ("pin", "max_devices", "what_if", "pareto")
-"""Fields of a request that are of one pipeline."""
+ONE_PIPELINE = ("pin", "max_devices", "pareto")
+"""Fields of a request that are of one pipeline, with a device a stage."""
 
 
 ONE_FITS = "engines: one engine (no two groups of these devices each have room for the model)"
@@ -265,17 +267,39 @@ def asked_of_one(request: PlanRequest) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in ONE_PIPELINE if getattr(request, name)]
 
 
-def one_pipeline_notes(request: PlanRequest, options: SolveOptions, devices: int) -> list[str]:
-    """Return that a plan is one pipeline for a flag's sake, where several engines may be better."""
-    flags = asked_of_one(request)
-    may_share = min(devices, request.batch) > 1 and not _is_alone(request, options)
-    if not flags or not may_share or num_engines(request.engines) == 1:
+def one_pipeline_notes(request: PlanRequest, options: SolveOptions, problem: Problem) -> list[str]:
+    """Return that a plan is one pipeline or one engine for a flag's sake, where more may be better.
+
+    What may be: several engines, or stages that devices share.
+    """
+    flags, one = asked_of_one(request), "pipeline"
+    if not flags and request.what_if:
+        flags, one = ["--what-if"], "engine"
+    if not flags or _is_alone(request, options):
+        return []
+    more = more_than_pipelines(request, options, problem)
+    if one == "engine":
+        more.pop("--tensor-parallel 1", None)
+    if not more:
         return []
     plans, them = ("plan", "them") if len(flags) > 1 else ("plans", "it")
     return [
-        f"{' and '.join(flags)} {plans} one pipeline; without {them} several engines are looked "
-        "for, too (not with --engines 1)"
+        f"{' and '.join(flags)} {plans} one {one}; without {them} {' and '.join(more.values())} "
+        f"are looked for, too (not with {' '.join(more)})"
     ]
+
+
+def more_than_pipelines(
+    request: PlanRequest, options: SolveOptions, problem: Problem
+) -> dict[str, str]:
+    """Return what is looked for beside pipelines with a device a stage, by the flag against it."""
+    found: dict[str, str] = {}
+    rows = min(len(problem.cluster.devices), request.batch)
+    if rows > 1 and num_engines(request.engines) is None:
+        found["--engines 1"] = "several engines"
+    if options.groups and may_group(problem.with_changes(pins={}, max_devices=None)):
+        found["--tensor-parallel 1"] = "stages that devices share"
+    return found
 
 
 def _may_share(request: PlanRequest, problem: Problem, options: SolveOptions) -> bool:
@@ -645,7 +669,9 @@ def _what_if(
             options = replace(options, method="exact" if best is None else best.outcome.method)
         other: Answer | None = None
         try:
-            other = answer(problem, options, path)
+            other, several = best_answer(request, problem, options, path)
+            if several is not None and several.single is not None:
+                other = several.single
         except DoesNotFitError as error:
             refused = error
         own = None if all_methods else in_own_dtype(request, problem, other, path)

@@ -319,11 +319,16 @@ def test_cards_are_called_slower_only_where_that_is_proven(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--what-if", "batch=4"], "note: --what-if plans one pipeline; without it several"),
+        (["--what-if", "batch=4"], "note: --what-if plans one engine; without it several"),
         (["--max-devices", "2"], "note: --max-devices plans one pipeline; without it several"),
-        (["--pareto", "--pareto-points", "2"], "with --engines 1 instead of --pareto"),
+        (
+            ["--pareto", "--pareto-points", "2"],
+            "--engines 1 --tensor-parallel 1 instead of --pareto",
+        ),
+        (["--max-devices", "1", "--engines", "1"], "without it stages that devices share are"),
         (["--what-if", "batch=4", "--engines", "1"], ""),
         (["--what-if", "batch=4", "--batch", "1"], ""),
+        (["--max-devices", "1", "--engines", "1", "--tensor-parallel", "1"], ""),
     ],
 )
 def test_flags_of_one_pipeline_say_that_they_are(
@@ -447,3 +452,38 @@ def test_other_bits_are_said_to_be_of_one_pipeline(planned: Any) -> None:
     _, lines = planned(*words, "--engines", "1", "--tensor-parallel", "1")
     (faster,) = [line for line in lines if line.startswith("faster: ")]
     assert " everywhere: " in faster
+
+
+def test_a_what_if_is_of_the_plan_that_there_is_without_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two cards that share every layer read the weights in half the time."""
+    words = ["--devices", "3090:2", "--model", "llama-3.1-8b", "--batch", "1", "--bits", "16"]
+    words += ["--prompt-len", "32", "--gen-len", "256"]
+    assert main(words) == 0
+    alone = capsys.readouterr().out
+    assert "2 x RTX-3090-0" in alone
+    (line,) = (line for line in alone.splitlines() if line.startswith("predicted: "))
+    assert main([*words, "--what-if", "-3090"]) == 0
+    text = capsys.readouterr().out
+    assert line in text
+    (change,) = (line for line in text.splitlines() if line.startswith("what if "))
+    assert float(change.split(": ")[1].split()[0]) > 1.5 * float(line.split()[1])
+
+
+def test_what_is_said_of_groups_is_not_said_of_all_plans(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """8 bits fit these cards as a pipeline, not with the shares of the group that is quickest."""
+    words = ["--devices", "4090,3090:2", "--model", "qwen3-32b", "--context", "32k"]
+    words += ["--gen-len", "1k", "--batch", "1", "--prefer", "speed", "--engines", "1"]
+    assert main([*words, "-o", str(tmp_path / "plan.json")]) == 0
+    text = capsys.readouterr().out
+    assert "RTX-4090 + RTX-3090 + RTX-3090" in text
+    assert "better quality: 8 bits everywhere as one pipeline: first token after" in text
+    assert "no plan of one engine whose devices share stages as here is better" in text
+
+
+def test_several_engines_are_compared_with_no_change() -> None:
+    words = ["--devices", "4090:2", "--model", "opt-1.3b", "--engines", "2", "--what-if", "batch=4"]
+    assert main(words) == 2
