@@ -143,8 +143,6 @@ class PagedRow:
     """Blocks of others, and under which number hosts are to keep them, before all else."""
     loads: tuple[tuple[int, int], ...] = ()
     """Numbers that hosts keep for the request, and the blocks where they go."""
-    sample_step: int = 0
-    """Index of the token it samples."""
     admission: int = 0
     """The how many-th admission of the request it belongs to."""
     loads_state: int = -1
@@ -167,7 +165,9 @@ class MicroBatch:
     """Tokens in each request's cache before this step."""
     tokens: list[list[int]]
     rows: tuple[PagedRow, ...]
-    """One for each request."""
+    """One for each request; that of a row without news may be its last one."""
+    sample_steps: list[int]
+    """Index of the token that each row samples."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -87,7 +87,7 @@ def describe(micro_batch: MicroBatch) -> StepMessage:
         slots=[row.slot for row in rows],
         starts=micro_batch.starts,
         num_new=[len(tokens) for tokens in micro_batch.tokens],
-        sample_steps=[row.sample_step for row in rows],
+        sample_steps=micro_batch.sample_steps,
         sampling=[request.sampling for request in requests],
         requests=[NO_RULES if request.rules is None else request.id for request in requests],
         tokens=micro_batch.tokens,

@@ -37,6 +37,8 @@ class RunningRequest:
     """Of these, how many are not known yet."""
     last_step: int = 0
     """Number of the step it was in last."""
+    plain_row: PagedRow | None = None
+    """Its row of a step in which there is nothing to say of it."""
     admission: int = 0
     """How often it was admitted."""
     resumes: bool = False
@@ -87,26 +89,30 @@ class RunningRequest:
         *,
         samples: bool,
         drafts: Sequence[int] = (),
-        num_ahead: int = 0,
         drafts_wanted: int = -1,
         saves_state: int = -1,
     ) -> PagedRow:
-        """Return its row of a step, with the blocks that stages do not have yet.
+        """Return its row of a step, with the blocks that stages do not have yet; see `PagedRow`.
 
-        `num_ahead`: how many tokens behind the next one it samples. The others: as `PagedRow`.
+        A row that samples and has no news, as most, is one until there are some.
         """
         num_blocks = len(self.blocks)
         new = num_blocks > self.num_sent or self.window.blocks or self.loads
-        if not (new or drafts or self.resumes or self.load_state >= 0):  # as most rows are
-            return PagedRow(
+        if not (new or drafts or self.resumes or self.load_state >= 0):
+            plain = samples and drafts_wanted < 0 and saves_state < 0
+            if plain and self.plain_row is not None:
+                return self.plain_row
+            row = PagedRow(
                 slot=self.request.slot,
                 samples=samples,
                 first_block=num_blocks,
-                sample_step=self.num_sampled + num_ahead,
                 admission=self.admission,
                 drafts_wanted=drafts_wanted,
                 saves_state=saves_state,
             )
+            if plain:
+                self.plain_row = row
+            return row
         first_window_block, new_window_blocks = self.window.take_unsent()
         row = PagedRow(
             slot=self.request.slot,
@@ -118,13 +124,12 @@ class RunningRequest:
             new_window_blocks=new_window_blocks,
             resumes=self.resumes,
             loads=tuple(self.loads),
-            sample_step=self.num_sampled + num_ahead,
             admission=self.admission,
             drafts_wanted=drafts_wanted,
             loads_state=self.load_state,
             saves_state=saves_state,
         )
-        self.num_sent, self.resumes = len(self.blocks), False
+        self.num_sent, self.resumes, self.plain_row = len(self.blocks), False, None
         return row
 
     def __lt__(self, other: RunningRequest) -> bool:

@@ -236,8 +236,8 @@ class Scheduler:
             return []
         self._decode_steps -= micro_batch.kind is not StepKind.PREFILL
         finished = []
-        steps = zip(micro_batch.requests, micro_batch.rows, strict=True)
-        for index, (request, row) in enumerate(steps):
+        steps = zip(micro_batch.requests, micro_batch.rows, micro_batch.sample_steps, strict=True)
+        for index, (request, row, place) in enumerate(steps):
             req = self._reqs.get(request.id)
             if req is None or req.request is not request:
                 continue  # ended meanwhile: a token too many
@@ -246,10 +246,10 @@ class Scheduler:
             if row.samples:
                 new = tokens[index]
                 if len(new) > 1:
-                    new = new[: request.max_new - row.sample_step]
+                    new = new[: request.max_new - place]
                 if self._drafter is not None and row.drafts:
                     self._drafter.observe(len(row.drafts), len(tokens[index]) - 1)
-                reason = self._append(req, row.sample_step, new)
+                reason = self._append(req, place, new)
                 end += len(new) - 1 - len(row.drafts)
             if row.admission == req.admission and request.slot >= 0:
                 if row.drafts:
@@ -436,7 +436,7 @@ class Scheduler:
     def _issue_drafts(self, round_: DraftRound) -> MicroBatch:
         """Return the next draft step of a round."""
         reqs, drafted = round_.drafting, round_.num_drafted
-        rows = tuple(req.row(samples=True, num_ahead=drafted) for req in reqs)
+        rows = tuple(req.row(samples=True) for req in reqs)
         starts = [req.num_computed + drafted for req in reqs]
         tokens = [[req.drafts[-1] if drafted else req.request.output[-1]] for req in reqs]
         self._seq += 1
@@ -444,7 +444,8 @@ class Scheduler:
         self._last_decode = self._seq
         self._rounds[self._seq] = round_
         requests = [req.request for req in reqs]
-        return MicroBatch(self._seq, StepKind.DRAFT, requests, starts, tokens, rows)
+        steps = [req.num_sampled + drafted for req in reqs]
+        return MicroBatch(self._seq, StepKind.DRAFT, requests, starts, tokens, rows, steps)
 
     def _take_drafts(
         self, round_: DraftRound, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]
@@ -535,7 +536,7 @@ class Scheduler:
         req.request.slot = -1
 
     def _issue(self, kind: StepKind, step: StepBuilder) -> MicroBatch:
-        starts, tokens, rows = [], [], []
+        starts, tokens, rows, sample_steps = [], [], [], []
         tables, number = self.tables, self._seq + 1
         with_states, tokens_ahead = self.limits.snapshots > 0, self.limits.tokens_ahead
         parts = zip(step.reqs, step.counts, step.drafts, step.wanted, strict=True)
@@ -557,6 +558,7 @@ class Scheduler:
             else:
                 row = req.row(samples=samples, drafts=drafts, drafts_wanted=wanted)
             rows.append(row)
+            sample_steps.append(req.num_sampled)
             if request.drafts:
                 request.drafts = []
             if req.offloaded:
@@ -567,12 +569,13 @@ class Scheduler:
                 req.in_flight += 1
                 if req.in_flight < tokens_ahead:
                     self._go_ahead(req)
-        rows[0].saves, tables.saves = tuple(tables.saves), []
+        if tables.saves:
+            rows[0], tables.saves = replace(rows[0], saves=tuple(tables.saves)), []
         self._seq = number
         self._steps += 1
         self._last_was_round = kind is StepKind.ROUND
         requests = [req.request for req in step.reqs]
-        return MicroBatch(self._seq, kind, requests, starts, tokens, tuple(rows))
+        return MicroBatch(self._seq, kind, requests, starts, tokens, tuple(rows), sample_steps)
 
     def _go_ahead(self, req: RunningRequest) -> None:
         """Let a request's next token be asked for although the last one is not known yet."""

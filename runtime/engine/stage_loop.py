@@ -333,11 +333,13 @@ class FirstStage:
         found = {}
         for request in stepped:
             if (request.stream or request.recorded) and request.id in self._open:
-                sent = self._num_sent.get(request.id, 0)
-                new = _known(request.output[sent:])
-                if new:
-                    self._num_sent[request.id] = sent + len(new)
-                    found[request.id] = new
+                sent, output = self._num_sent[request.id], request.output
+                end = len(output)
+                while end > sent and output[end - 1] == PENDING_TOKEN:
+                    end -= 1
+                if end > sent:
+                    self._num_sent[request.id] = end
+                    found[request.id] = output[sent:end]
         return found
 
 

@@ -128,7 +128,7 @@ def pack_paging(rows: Sequence[PagedRow]) -> Tensor:
 def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
     """Return a message with the rows that `pack_paging` wrote."""
     values, rows, at = paging.tolist(), [], 0
-    for sample_step in message.sample_steps if values else ():
+    for _ in range(message.num_rows if values else 0):
         slot, flags, num_drafts, first_block, num_new, admission, first_window, num_window = values[
             at : at + 8
         ]
@@ -153,7 +153,6 @@ def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
                 new_window_blocks=tuple(values[windowed:saved]),
                 saves=_pairs(values[saved:loaded]),
                 loads=_pairs(values[loaded:at]),
-                sample_step=sample_step,
                 admission=admission,
                 drafts_wanted=drafts_wanted,
                 loads_state=loads_state,

@@ -95,8 +95,8 @@ def test_headers_carry_every_field():
 
 def test_draft_steps_sample_at_their_own_index():
     request = Request(id=0, prompt=(1, 2), max_new=9, slot=3, output=[7, 8], drafts=[9])
-    row = PagedRow(slot=3, sample_step=3)
-    message = describe(MicroBatch(1, StepKind.DRAFT, [request], [4], [[9]], (row,)))
+    row = PagedRow(slot=3)
+    message = describe(MicroBatch(1, StepKind.DRAFT, [request], [4], [[9]], (row,), [3]))
     assert message.sample_steps == [3] and message.slots == [3] and message.num_new == [1]
 
 

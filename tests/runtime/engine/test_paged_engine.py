@@ -255,14 +255,14 @@ def test_the_pool_takes_the_bytes_the_formula_says(demo_model, kv, prefix_cache)
 def test_rows_survive_the_way_to_the_next_stage():
     rows = (
         PagedRow(slot=3, samples=False, first_block=2, new_blocks=(9, 7), admission=2),
-        PagedRow(slot=0, resumes=True, drafts=(4, 5, 6), sample_step=5, new_blocks=(1,)),
+        PagedRow(slot=0, resumes=True, drafts=(4, 5, 6), new_blocks=(1,)),
         PagedRow(slot=1),
         PagedRow(slot=2, first_window_block=3, new_window_blocks=(8, 6), new_blocks=(1, 2, 3)),
         PagedRow(slot=3, saves=((7, 0), (5, 1)), loads=((4, 9),), new_blocks=(9,), drafts=(2, 3)),
     )
-    told = StepMessage(kind=StepKind.MIXED, sample_steps=[row.sample_step for row in rows])
-    assert unpack_paging(told, pack_paging(rows)).paged == rows
-    assert unpack_paging(told, pack_paging(())).paged == ()
+    message = StepMessage(kind=StepKind.MIXED, slots=[row.slot for row in rows])
+    assert unpack_paging(message, pack_paging(rows)).paged == rows
+    assert unpack_paging(message, pack_paging(())).paged == ()
 
 
 def test_priorities_survive_the_way_to_the_first_stage():

@@ -508,7 +508,8 @@ def test_a_round_drafts_step_by_step_and_its_verify_is_an_ordinary_step():
         assert step is not None
         rows = zip(step.requests, step.starts, step.tokens, step.rows, strict=True)
         if step.kind is StepKind.DRAFT:
-            seen.append([(r.id, start, row.sample_step) for r, start, _, row in rows])
+            parts = zip(step.requests, step.starts, step.sample_steps, strict=True)
+            seen.append([(r.id, start, place) for r, start, place in parts])
             scheduler.update_from_output(step, [[6]] * len(step.requests))
             continue
         verify = {r.id: (start, tokens, len(row.drafts)) for r, start, tokens, row in rows}
@@ -710,3 +711,30 @@ def test_the_longest_request_there_is_room_for_runs():
         request = Request(id=0, prompt=(1,) * (allowed.room - 5), max_new=5)
         play(Scheduler(allowed), [request], random.Random(0), depth=1)
         assert len(request.output) == 5
+
+
+def test_a_row_without_news_is_one_until_there_are_some():
+    """Of two requests of which one is preempted and admitted again on the way."""
+    num_blocks = 2 * -(-260 // BLOCK_TOKENS) - 3  # too few for both
+    scheduler = Scheduler(limits(num_blocks=num_blocks, max_rows=2, max_len=300, host_blocks=4))
+    for number in range(2):
+        scheduler.submit(Request(id=number, prompt=(1 + number,) * 60, max_new=200))
+    tables: dict[int, list[int]] = {}
+    seen: dict[int, PagedRow] = {}
+    num_same = num_saves = 0
+    while (step := scheduler.next_micro_batch()) is not None:
+        num_saves += sum(len(row.saves) for row in step.rows)
+        for request, row, start in zip(step.requests, step.rows, step.starts, strict=True):
+            if row is seen.get(request.id):
+                num_same += 1
+                assert not (row.new_blocks or row.loads or row.saves or row.resumes)
+            seen[request.id] = row
+            table = tables.setdefault(request.id, [])
+            table[row.first_block :] = row.new_blocks
+            assert row.slot == request.slot and len(table) * BLOCK_TOKENS > start
+        for request, row, place in zip(step.requests, step.rows, step.sample_steps, strict=True):
+            assert not row.samples or place == len(request.output)
+        scheduler.update_from_output(step, [[5] if row.samples else [] for row in step.rows])
+        scheduler.check()
+    assert num_same > 300 and scheduler.idle
+    assert scheduler.num_preemptions > 0 and 0 < num_saves <= 4 * scheduler.num_preemptions
