@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmpq.families.common.spec_values import Recurrent
 from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 
 KINDS = {"gated_delta": 0, "kda": 1, "lightning": 2, "mamba2": 3, "short_conv": 4}
@@ -45,22 +46,11 @@ class _Tokens(ctypes.Structure):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MixerForm:
+class MixerWeights:
     """What a recurrent mixer is made of, its products left out."""
 
-    kind: str
+    form: Recurrent
     dtype: torch.dtype
-    heads: int = 0
-    key_heads: int = 0
-    key_dim: int = 0
-    value_dim: int = 0
-    channels: int
-    taps: int
-    gate: str
-    """`silu` or `sigmoid`."""
-    norm_groups: int
-    norm_first: bool
-    beta_factor: float
     conv_weight_C1K: Tensor | None
     conv_bias_C: Tensor | None
     decay_H: Tensor | None
@@ -85,18 +75,18 @@ class SingleRows:
 class RecurrentStep:
     """A mixer that the library takes (`recurrent_step`)."""
 
-    def __init__(self, form: MixerForm) -> None:
+    def __init__(self, mixer: MixerWeights) -> None:
         self._held: list[Tensor] = []
-        self.inner = form.heads * form.value_dim or form.channels
-        self.dtype = form.dtype
-        weight, bias = form.conv_weight_C1K, form.step_bias_H
-        delta = form.kind in ("gated_delta", "kda")
-        norm = form.norm_weight
+        form = mixer.form
+        self.inner, self.dtype = form.inner, mixer.dtype
+        weight, bias, norm = mixer.conv_weight_C1K, mixer.step_bias_H, mixer.norm_weight
+        if norm is not None and form.is_delta:
+            norm = norm.to(mixer.dtype)
         self._mixer = _Mixer(
             KINDS[form.kind],
-            DTYPE_CODES[form.dtype],
+            DTYPE_CODES[mixer.dtype],
             form.heads,
-            form.key_heads,
+            form.key_heads or form.heads,
             form.key_dim,
             form.value_dim,
             form.channels,
@@ -104,14 +94,14 @@ class RecurrentStep:
             form.gate == "sigmoid",
             form.norm_groups,
             form.norm_first,
-            bias is not None and bias.dtype == form.dtype,
+            bias is not None and bias.dtype == mixer.dtype,
             self._floats(None if weight is None else weight[:, 0].t()),
-            self._floats(form.conv_bias_C),
-            self._floats(None if form.decay_H is None else form.decay_H.float().exp()),
+            self._floats(mixer.conv_bias_C),
+            self._floats(None if mixer.decay_H is None else mixer.decay_H.float().exp()),
             self._floats(bias),
-            self._floats(form.skip_H),
-            self._kept(norm.to(form.dtype) if delta and norm is not None else norm, delta),
-            form.norm_eps,
+            self._floats(mixer.skip_H),
+            self._kept(norm, form.is_delta),
+            mixer.norm_eps,
             form.beta_factor,
         )
         self.address = ctypes.addressof(self._mixer)
@@ -161,10 +151,10 @@ class RecurrentStep:
         return address(tensor)
 
 
-def recurrent_step(form: MixerForm) -> RecurrentStep | None:
+def recurrent_step(mixer: MixerWeights) -> RecurrentStep | None:
     """Return a mixer in the library's form; None where there is none, or it is not for it."""
-    given = (form.conv_weight_C1K, form.decay_H, form.norm_weight)
+    given = (mixer.conv_weight_C1K, mixer.decay_H, mixer.norm_weight)
     here = all(tensor is None or tensor.device.type == "cpu" for tensor in given)
-    if form.dtype not in DTYPE_CODES or not here or library() is None:
+    if mixer.dtype not in DTYPE_CODES or not here or library() is None:
         return None
-    return RecurrentStep(form)
+    return RecurrentStep(mixer)

@@ -199,6 +199,11 @@ class Scoring:
     alibi_slopes_H: Tensor | None = None
     rule: ScoreRule = EVERYTHING
 
+    def of(self, heads: slice) -> Scoring:
+        """Return that of some of the query heads."""
+        slopes = None if self.alibi_slopes_H is None else self.alibi_slopes_H[heads]
+        return Scoring(self.scale, slopes, self.rule.of(heads))
+
 
 def attend_chosen(
     q_QHD: Tensor, k_TD: Tensor, seen_QT: Tensor, chosen: ChosenKeys, *, scale: float
@@ -235,10 +240,8 @@ def append_and_attend(
     v_BQGD: Tensor,
     rows: Rows,
     *,
-    scale: float,
-    alibi_slopes_H: Tensor | None = None,
+    scoring: Scoring,
     view: StepView | None = None,
-    rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
     """Append, then attend; a step may have any number of new tokens. Returns [B, Q, H, D].
 
@@ -250,7 +253,7 @@ def append_and_attend(
     _pack_completed(fmt, layer, table_SN, k_BQGD, v_BQGD, view)
     batch, kv_heads = k_BQGD.shape[0], k_BQGD.shape[2]
     rep = q_BQHD.shape[2] // kv_heads
-    shape = (*q_BQHD.shape[:2], rule.heads_of(q_BQHD), q_BQHD.shape[3])
+    shape = (*q_BQHD.shape[:2], scoring.rule.heads_of(q_BQHD), q_BQHD.shape[3])
     out = torch.empty(shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
     seen_BQT = view.seen_BQT
     at_once = max(1, PIECE_ELEMENTS // (view.num_keys * fmt.channels))
@@ -259,12 +262,9 @@ def append_and_attend(
         for head in range(0, kv_heads, num_heads):
             r, g = slice(row, row + num_rows), slice(head, head + num_heads)
             h = slice(head * rep, (head + num_heads) * rep)
-            slopes = None if alibi_slopes_H is None else alibi_slopes_H[h]
             k = _keys(fmt, layer, table_SN, k_BQGD, view, r, g)
             v = _values(fmt, layer, table_SN, v_BQGD, view, r, g)
-            out[r, :, h] = _attention(
-                q_BQHD[r, :, h], k, v, view, seen_BQT[r], r, scale, slopes, rule.of(h)
-            )
+            out[r, :, h] = _attention(q_BQHD[r, :, h], k, v, view, seen_BQT[r], r, scoring.of(h))
             del k, v  # before the next are dequantised
     _write_ring(layer, k_BQGD, v_BQGD, view)
     return out
@@ -322,11 +322,10 @@ def _attention(
     view: StepView,
     seen: Tensor,
     rows: slice,
-    scale: float,
-    alibi_slopes_H: Tensor | None,
-    rule: ScoreRule,
+    scoring: Scoring,
 ) -> Tensor:
     """Attend with the view's mask; the heads of a group share one product."""
+    scale, alibi_slopes_H, rule = scoring.scale, scoring.alibi_slopes_H, scoring.rule
     batch, q_len, heads, dim = q_BQHD.shape
     kv_heads = k_BGTD.shape[1]
     if rule.window:

@@ -107,16 +107,7 @@ class CpuPackedKV(PagedKV):
             q, k, v = (x[0, places] for x in (q_BQHD, k_BQGD, v_BQGD))
             for row, span in enumerate(spans):
                 self._keep_behind(layer, span, k[row], v[row])
-            out[0, places] = self.cache.run(
-                plan,
-                layer,
-                q,
-                k,
-                v,
-                scale=scoring.scale,
-                alibi_slopes_H=scoring.alibi_slopes_H,
-                rule=scoring.rule,
-            )
+            out[0, places] = self.cache.run(plan, layer, q, k, v, scoring)
         return out
 
     def keep_for_readers(self, layer: int, step: Step) -> None:

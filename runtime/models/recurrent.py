@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from llmpq.families.common.spec_values import Recurrent
 from llmpq.kernels.cpu.recurrent_step import (
-    MixerForm,
+    MixerWeights,
     RecurrentStep,
     SingleRows,
     recurrent_step,
@@ -131,19 +131,9 @@ class RecurrentMixer(nn.Module):
             return None
         decay_H = self.fixed_decay_H if form.kind == "lightning" else self.decay_H
         return recurrent_step(
-            MixerForm(
-                kind=form.kind,
+            MixerWeights(
+                form=form,
                 dtype=dtype,
-                heads=form.heads,
-                key_heads=form.key_heads or form.heads,
-                key_dim=form.key_dim,
-                value_dim=form.value_dim,
-                channels=form.channels,
-                taps=form.taps,
-                gate=form.gate,
-                norm_groups=form.norm_groups,
-                norm_first=form.norm_first,
-                beta_factor=form.beta_factor,
                 conv_weight_C1K=self.conv_weight_C1K,
                 conv_bias_C=self.conv_bias_C,
                 decay_H=decay_H,

@@ -128,12 +128,7 @@ class PackedContiguousKV(KVCache):
         plan = cache.plan(
             *(step.slots_B, step.start_B, step.num_new_B), q_len=step.q_len, max_end=step.max_end
         )
-        return cache.run(
-            *(plan, 0, q_BQHD, k_BQGD, v_BQGD),
-            scale=scoring.scale,
-            alibi_slopes_H=scoring.alibi_slopes_H,
-            rule=scoring.rule,
-        )
+        return cache.run(plan, 0, q_BQHD, k_BQGD, v_BQGD, scoring)
 
     def keep_for_readers(self, layer: int, step: Step) -> None:
         rings = self.layers[layer].layers[0]

@@ -115,13 +115,10 @@ class QuantizedKVCache:
         q_BQHD: Tensor,
         k_BQGD: Tensor,
         v_BQGD: Tensor,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-        rule: reference.ScoreRule = reference.EVERYTHING,
+        scoring: reference.Scoring,
     ) -> Tensor:
         """Append the step's keys and values to a layer and return its attention [B, Q, H, D]."""
-        layer_tensors = self.layers[layer]
+        layer_tensors, rule = self.layers[layer], scoring.rule
         single = q_BQHD.shape[1] == 1 and not rule.chunked and rule.chosen is None
         if single and native_attend.native_takes(self.fmt, layer_tensors, q_BQHD):
             self.append(plan, layer, k_BQGD, v_BQGD)
@@ -132,22 +129,18 @@ class QuantizedKVCache:
                 q_BQHD[:, 0],
                 slots_B=plan.rows.slots_B,
                 last_B=plan.last_B,
-                scale=scale,
-                rule=rule,
-                alibi_slopes_H=alibi_slopes_H,
+                scoring=scoring,
             )[:, None]
         return reference.append_and_attend(
             self.fmt,
-            self.layers[layer],
+            layer_tensors,
             self.table_SN,
             q_BQHD,
             k_BQGD,
             v_BQGD,
             plan.rows,
-            scale=scale,
-            alibi_slopes_H=alibi_slopes_H,
+            scoring=scoring,
             view=plan.view,
-            rule=rule,
         )
 
     def append(self, plan: StepPlan, layer: int, k_BQGD: Tensor, v_BQGD: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.reference import ScoreRule
+from llmpq.kernels.kv.reference import Scoring
 from llmpq.kernels.kv.storage import KVLayer
 from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 from llmpq.sizes.kv_format import HOLDBACK_TOKENS, RING_TOKENS
@@ -42,14 +42,13 @@ def attend_packed(
     *,
     slots_B: Tensor,
     last_B: Tensor,
-    scale: float,
-    rule: ScoreRule,
-    alibi_slopes_H: Tensor | None = None,
+    scoring: Scoring,
 ) -> Tensor:
     """Return [B, H, D]: each row's query over its tokens up to position `last_B` (-1: zeros).
 
     The query's own key and value are in the ring, and completed blocks packed.
     """
+    rule = scoring.rule
     q_BHD = q_BHD.contiguous()
     out_BHD = torch.empty_like(q_BHD)
     (batch, heads, dim), ring = q_BHD.shape, layer.k_ring_SGRD
@@ -59,12 +58,12 @@ def attend_packed(
     sizes = [batch, heads, ring.shape[1], dim, fmt.channels, RING_TOKENS]
     sizes += [table_SN.shape[1], HOLDBACK_TOKENS, rule.window]
     packed_sizes = (ctypes.c_int64 * len(sizes))(*sizes)
-    factors = (ctypes.c_float * 2)(scale, rule.cap)
+    factors = (ctypes.c_float * 2)(scoring.scale, rule.cap)
     table_SN, slots_B = table_SN.contiguous(), slots_B.long().contiguous()
     last_B = last_B.long().contiguous()
     slopes, sinks = (
         None if per_head is None else per_head.float().contiguous()
-        for per_head in (alibi_slopes_H, rule.sinks_H)
+        for per_head in (scoring.alibi_slopes_H, rule.sinks_H)
     )
     call(
         "llmpq_attend_packed",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv import step_view as kv_view
-from llmpq.kernels.kv.reference import append, append_and_attend
+from llmpq.kernels.kv.reference import Scoring, append, append_and_attend
 from llmpq.kernels.kv.step_view import Rows
 from llmpq.kernels.kv.storage import allocate_layer, contiguous_table
 from llmpq.precision import KVPrecision
@@ -56,7 +56,7 @@ class Bench:
         )
         slopes = self.slopes if alibi else None
         got = append_and_attend(
-            self.fmt, self.layer, self.table, q, k, v, rows, scale=dim**-0.5, alibi_slopes_H=slopes
+            self.fmt, self.layer, self.table, q, k, v, rows, scoring=Scoring(dim**-0.5, slopes)
         )
         worst = 0.0
         for b, (slot, first, count) in enumerate(zip(slots, start, counts, strict=True)):
@@ -142,7 +142,9 @@ def test_verifying_several_tokens_equals_plain_decoding():
                 num_new_B=torch.tensor([last - first]),
             )
             part = (x[:, first:last] for x in (q, k, v))
-            return append_and_attend(bench.fmt, bench.layer, bench.table, *part, rows, scale=0.2)
+            return append_and_attend(
+                bench.fmt, bench.layer, bench.table, *part, rows, scoring=Scoring(0.2)
+            )
 
         together = run(many, 0, 8)
         apart = torch.cat([run(one, i, i + 1) for i in range(8)], 1)

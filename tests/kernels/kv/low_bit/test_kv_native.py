@@ -6,7 +6,7 @@ import torch
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit import native_attend
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, Scoring
 from llmpq.kernels.native import library
 from llmpq.kernels.native.library import usable_levels
 from llmpq.precision import KVPrecision
@@ -53,7 +53,7 @@ def last_step(cache, history, q, **how):
     """Return the attention of every row's last token."""
     plan = step(cache, list(range(len(history))), [len(k) - 1 for k, _ in history], 1)
     k, v = (torch.stack([pair[i][-1:] for pair in history]) for i in range(2))
-    return cache.run(plan, 0, q[:, None], k, v, **how)[:, 0]
+    return cache.run(plan, 0, q[:, None], k, v, Scoring(**how))[:, 0]
 
 
 @pytest.mark.parametrize("level", ENDS)
@@ -118,6 +118,6 @@ def test_rows_without_tokens_are_zero():
     q = torch.randn(1, 2, 64)
     out = native_attend.attend_packed(
         fmt, cache.layers[0], cache.table_SN, q, slots_B=torch.tensor([0]),
-        last_B=torch.tensor([-1]), scale=1.0, rule=EVERYTHING,
+        last_B=torch.tensor([-1]), scoring=Scoring(1.0),
     )  # fmt: skip
     assert not out.any()
