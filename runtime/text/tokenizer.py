@@ -21,7 +21,7 @@ from llmpq.checkpoints.tokenizer_files import (
     has_merges,
     tokenizer_of_merges,
 )
-from llmpq.file_form import read_json
+from llmpq.file_form import broken_link, read_json
 from llmpq.runtime.request import too_long
 from llmpq.runtime.sampling_params import require_whole
 from llmpq.runtime.text.conversation import Messages, plain_messages, with_text_arguments
@@ -384,7 +384,8 @@ def _loaded(directory: Path) -> Any:
 
     if not (directory / TOKENIZER).exists() and not has_merges(directory):
         raise ValueError(
-            f"no {TOKENIZER}, nor {' and '.join(MERGES)}, in '{directory}': llmpq uses fast "
+            broken_link(directory / TOKENIZER)
+            or f"no {TOKENIZER}, nor {' and '.join(MERGES)}, in '{directory}': llmpq uses fast "
             "tokenizers. AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers "
             f"writes {TOKENIZER} where there is such a form; ByT5's and others' have none"
         )

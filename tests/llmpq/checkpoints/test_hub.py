@@ -16,6 +16,7 @@ import pytest
 
 from llmpq.checkpoints.hub import at_revision, local_model, name_of
 from llmpq.model_spec import ModelSpec
+from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = [pytest.mark.cpu]
@@ -228,12 +229,13 @@ def test_a_folder_around_a_model_leads_to_it(outer, tmp_path):
         ModelSpec.from_directory(local_model(tmp_path / outer))
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_link_that_leads_nowhere_is_called_so(name, tmp_path):
     snapshot = cached(tmp_path)
     (tmp_path / "models--me--demo" / "blobs" / f"blob-of-{name}").unlink()
     with pytest.raises(ValueError, match=f"{name}' is a broken link: '.*blob-of-{name}' is not"):
         CheckpointSource(snapshot, ModelSpec.from_directory(snapshot))
+        Tokenizer(snapshot)
     link = tmp_path / "m.gguf"
     link.symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"m.gguf' is a broken link: '.*nowhere'"):
