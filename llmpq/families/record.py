@@ -177,6 +177,20 @@ class NameTable:
                 )
         return table
 
+    def never_quantised(self, spec: Any) -> list[str]:
+        """Return patterns of the matrices of layers that stay whole: compressed-tensors' `ignore`.
+
+        By the last word of a name, or by two where that is a word such as `gate`.
+        """
+        words = set()
+        for index in range(spec.num_layers):
+            table = self.dense if index in spec.dense_layers else self.layer
+            for part, shape in spec.of_layer(index).kept_whole.items():
+                for name in table[part] if len(shape) > 1 else ():
+                    two = name.removesuffix(".weight").split(".")[-2:]
+                    words.add(two[1] if "_" in two[1] else ".".join(two))
+        return [rf"re:.*\.{re.escape(found)}$" for found in sorted(words)]
+
     @property
     def layer_prefix(self) -> str:
         """What every tensor of a layer is called up to the layer's number."""

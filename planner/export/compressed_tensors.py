@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.export.result import (
@@ -51,7 +52,7 @@ def compressed_tensors(plan: Plan, spec: ModelSpec) -> Exported:
         "config_groups": groups,
         "ignore": [
             "lm_head",
-            *([r"re:.*\.gate$"] if spec.experts else []),
+            *FAMILIES[spec.family].names.never_quantised(spec),
             *([f"re:{layers_pattern(spec.family, plain, spec.num_layers)}"] if plain else []),
         ],
         "kv_cache_scheme": None,

@@ -279,7 +279,7 @@ class _Directory:
             if found is None or piece is None:
                 return None
             scale, rows = found[1], piece[1][0]
-            table = len(scale) == 2 and scale[1] > 1
+            table = block is not None and len(scale) == 2
             each = block[0] if table and block else rows if prod(scale) == 1 else 1
             by_row = scale[1] if table else 1
             forms.add((each, by_row))

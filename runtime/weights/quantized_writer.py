@@ -189,7 +189,8 @@ def compressed_config(
     kv: KVPrecision = KVPrecision.KV16,
 ) -> dict[str, Any]:
     """Return the compressed-tensors configuration of weight-only and w8a8 layers."""
-    before = FAMILIES[spec.family].names.layer_prefix
+    names = FAMILIES[spec.family].names
+    before = names.layer_prefix
     groups: dict[str, Any] = {}
     for number, precision in enumerate(sorted(set(precisions) - {Precision.W16A16}, key=str)):
         layers = [str(i) for i, p in enumerate(precisions) if p is precision]
@@ -210,12 +211,7 @@ def compressed_config(
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "ignore": [
-            "lm_head",
-            *([r"re:.*\.(gate|router)$"] if spec.experts else []),
-            *([r"re:.*\.in_proj_(ba|b|a)$"] if spec.recurrent is not None else []),
-            *([r"re:.*\.shared_expert_gate$"] if spec.shared_gate else []),
-        ],
+        "ignore": ["lm_head", *names.never_quantised(spec)],
         "kv_cache_scheme": kv_cache_scheme(spec, kv),
         "config_groups": groups,
     }

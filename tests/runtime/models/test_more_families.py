@@ -7,6 +7,7 @@ that a scaled rope was trained for; one, two and three stages.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,28 @@ def test_few_bits_in_a_pool_give_the_same_tokens_whatever_the_split(
             requests = [Request(id=i, prompt=tuple(p), max_new=6) for i, p in enumerate(prompts)]
             found.append(stages.run(Scheduler(limits), requests).tokens)
         assert found[0] == found[1] and len({*map(tuple, found[0].values())}) > 1
+
+
+def test_matrices_that_stay_whole_are_named_to_other_readers(models: Any, family_kind: str) -> None:
+    """compressed-tensors' `ignore` has every matrix of a layer that is not quantised, no other."""
+    directory = models.directory(family_kind)
+    spec = ModelSpec.from_directory(directory)
+    source = CheckpointSource(directory, spec)
+    quantised = {
+        source.root + name.partition("[")[0].removesuffix("^T")
+        for index in range(spec.num_layers)
+        for linear in spec.of_layer(index).linears()
+        for name in source.names.of_layer(spec, index)[f"{linear.name}.weight"]
+    }
+    patterns = [re.compile(found[3:]) for found in source.names.never_quantised(spec)]
+    layers = source.root + source.names.layer_prefix
+    for name in source.file_of:
+        stem = name.removesuffix(".weight")
+        of_layer = name.startswith(layers) and stem != name and not stem.endswith("norm")
+        if not of_layer or source.read(name).ndim != 2:
+            continue
+        ignored = any(pattern.match(stem) for pattern in patterns)
+        assert ignored != (name in quantised), name
 
 
 def test_parts_have_the_bytes_the_planner_counts(models: Any, family_kind: str) -> None:

@@ -308,3 +308,15 @@ def test_plans_count_what_codes_take(tmp_path: Path, planned_and_loaded: Any, ki
     for dtype in ("bfloat16", "float32"):
         planned, loaded = planned_and_loaded(form, "--dtype", dtype)
         assert loaded == planned, dtype
+
+
+def test_plans_count_scales_of_one_block_of_columns(
+    tmp_path: Path, planned_and_loaded: Any
+) -> None:
+    """Gates of 192 rows above ups: the ups begin inside a block, so every row has its scale."""
+    config = llama()
+    config.update({"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4})
+    config.update({"head_dim": 32})
+    form, _ = write(config, tmp_path, "blocks")
+    planned, loaded = planned_and_loaded(form, "--dtype", "bfloat16")
+    assert loaded == planned
