@@ -142,8 +142,8 @@ def plan_job(
     )
     if options.head_bits is None and made.plan.settings().head_bits == 8:
         _log.warning(
-            "the output matrix is rounded to 8 bits on this CPU; 16 bits, as stored, take more "
-            "memory and time: head_bits=16 (--head-bits 16)"
+            "the output matrix is rounded to 8 bits on this CPU; 16 bits take more memory and "
+            "time: head_bits=16 (--head-bits 16)"
         )
     return made.with_notes([*assumed(cluster), *notes])
 

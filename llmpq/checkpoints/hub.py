@@ -58,7 +58,8 @@ def local_model(model: str | Path, *, config_only: bool = False) -> Path:
         raise ValueError(broken)
     if Path(model).is_file():
         raise ValueError(
-            f"'{shortened(str(model))}' is a file, and no GGUF file: expected a model's directory"
+            f"'{shortened(str(model))}' is a file, and its name does not end in .gguf: expected a "
+            "GGUF file, or a model's directory"
         )
     near = _near(Path(model))
     named = None if os.path.isabs(model) else _NAME.fullmatch(str(model))

@@ -40,6 +40,8 @@ _EMPTY_WORDS = frozenset(
 _FORM_FACTORS = ("pcie", "sxm")
 _MEMORY = re.compile(r"(?:(?<= )|(?<=[a-z]))(\d+(?:\.\d+)?) ?(?:gb|gib)\b|(?<= )(\d+) ?g\b")
 _MEMORY_TYPE = re.compile(r"\b(?:gddr|hbm)\d*[a-z]*\b")
+_MOBILE = re.compile(r"\b(?:max q )?(?:mobile|notebook)\b")
+"""How PCI's list of devices and people call a laptop's card: `RTX 4070 Max-Q / Mobile`."""
 _TRAILING = re.compile(r" (\d{1,3})$")
 
 
@@ -58,6 +60,7 @@ def card_name(spelling: str) -> CardName:
     """Bring a spelling to its one form."""
     text = re.sub(r"\((?:r|tm|c)\)", " ", spelling.lower())
     text = " " + " ".join(re.sub(r"[^a-z0-9.]+", " ", text).split())
+    text = _MOBILE.sub("laptop", text)
     stated = _MEMORY.search(text)
     if stated is not None:
         text = text[: stated.start()] + " " + text[stated.end() :]
@@ -66,6 +69,7 @@ def card_name(spelling: str) -> CardName:
     words = [re.sub(r"^sxm\d$", "sxm", word) for word in words]
     core = re.sub(r"^(?:rtx|gtx|rx|gt)(?=.)", "", "".join(words))
     core = re.sub(r"^(\d{4}(?:ti)?)s$", r"\1super", core)
+    core = re.sub(r"^(\d{4}(?:ti)?)m$", r"\1laptop", core)
     return CardName(core, float(stated[1] or stated[2]) if stated else None)
 
 

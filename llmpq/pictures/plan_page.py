@@ -179,8 +179,9 @@ def plain_words(plan: Plan) -> list[str]:
         )
         said.append(f"The predicted quality loss is {shown_loss(predicted.sum_omega)} ({scale}).")
         slow = next(s for s in plan.stages if s.device == predicted.bottleneck)
+        phase = "tokens" if predicted.decode_s >= predicted.prefill_s else "prompts"
         said.append(
-            f"{slow.device} is the bottleneck: {times_text(slow)}. The other devices wait for it."
+            f"{slow.device} is the bottleneck of {phase}: {times_text(slow)}."
             if len(plan.stages) > 1
             else f"{times_text(slow)[0].upper()}{times_text(slow)[1:]}."
         )

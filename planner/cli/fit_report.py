@@ -27,6 +27,7 @@ from llmpq.planner.problem.make_problem import GENERIC_NOTE, make_problem, parse
 from llmpq.planner.problem.outcome import Assignment
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import FITS_CONTEXT, FitsRequest, PlanRequest
+from llmpq.planner.problem.stored_precisions import stored_line
 from llmpq.planner.refusal import (
     PlanRefusal,
     counted_plan,
@@ -161,6 +162,8 @@ def fit_answer(request: FitsRequest) -> FitAnswer:
     usual = None if says_length else FITS_CONTEXT
     problem, path, notes = make_problem(asked, usual_context=usual)
     problem, notes = instead_of_float32(asked, problem, notes, usual_context=usual)
+    if problem.offered and asked.bits is None:
+        notes = [*notes, stored_line(path or problem.spec.name, problem.offered)]
     kvs = parse_kv(asked.kv)
     context = problem.workload.prompt_len + problem.workload.gen_len
     rows = list(_rows(problem, kvs, listed=request.kv is None))

@@ -5,6 +5,7 @@ Knows nothing of jobs and solvers. Every error names the flag and what to do.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from llmpq.checkpoints.gguf_file import is_model
@@ -47,7 +48,8 @@ def read_model(request: ModelRequest) -> NamedModel:
         return NamedModel(spec=ModelSpec.from_directory(path), path=path, source=path)
     if request.model.endswith(".gguf"):
         raise ValueError(f"no such file: '{shortened(request.model)}'; expected a GGUF file")
-    if "/" in request.model and builtin_name(request.model) is None:
+    is_path = "/" in request.model or os.path.isfile(request.model)
+    if is_path and builtin_name(request.model) is None:
         return _of_hub(request.model)
     return _builtin(request.model)
 

@@ -184,7 +184,7 @@ def test_a_file_that_is_no_model_is_said_to_be_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("me").mkdir()
     Path("me/prompts.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match="'me/prompts.jsonl' is a file, and no GGUF file"):
+    with pytest.raises(ValueError, match="'me/prompts.jsonl' is a file, and its name does not"):
         local_model("me/prompts.jsonl")
 
 

@@ -227,6 +227,8 @@ def test_codes_that_are_kept_lose_nothing_more(fits: Any) -> None:
     losses = {(row["weights"], row["kv"]): row["quality_loss"] for row in found["forms"]}
     assert losses["8 bits", "kv16"] == pytest.approx(1.1e-4, rel=0.02)
     assert losses["4 bits", "kv16"] == pytest.approx(0.0323, rel=0.02)
+    stored = "'gpt-oss-20b' is stored at w4a16 beside linears of more bits"
+    assert any(stored in note for note in found["notes"])
 
 
 def test_what_is_left_out_is_not_counted(fits: Any, tmp_path: Path) -> None:
@@ -435,3 +437,13 @@ def test_a_refused_plan_is_short_of_what_is_less() -> None:
     alone, beside = (re.search(r"short by (\S+ \S+) for", one) for one in refusals)
     assert alone is not None and beside is not None and alone[1] == beside[1]
     assert refusals[1].endswith("left out: with them all stages would compute in float32")
+
+
+@pytest.mark.parametrize("name", ["model.bin", "notes.txt"])
+def test_a_file_that_is_no_model_is_said_to_be_there(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(b"GGUF")
+    assert main(["fits", "--model", name, "--devices", "4090"]) == 2
+    assert f"'{name}' is a file, and its name does not end in .gguf" in capsys.readouterr().err
