@@ -123,9 +123,10 @@ class Node(FileForm):
         if self.accelerators is None:
             return self.devices
         kind, _, count = self.accelerators.partition(":")
-        if count and not count.isdecimal():
+        if "," in kind or (count and not count.isdecimal()):
             raise ValueError(
-                f"node '{self.name}': accelerators must be KIND:COUNT, got '{self.accelerators}'"
+                f"node '{self.name}': accelerators must be KIND:COUNT, got "
+                f"'{self.accelerators}'; several kinds are a list under 'devices'"
             )
         return (DeviceGroup(kind=kind, count=int(count or 1)),)
 

@@ -77,3 +77,10 @@ def test_synthetic_omega_is_what_its_script_makes() -> None:
     for model, total in module.TOTAL_3BIT.items():
         shipped = (CLUSTERS / "paper" / f"omega-{model}.json").read_text()
         assert module.synthetic_omega(model, total).dump_json() == shipped
+
+
+@pytest.mark.parametrize("stated", ["4090,3090:2", "4090:1,3090:2", "3090:two"])
+def test_accelerators_are_of_one_kind(stated: str) -> None:
+    data = {"name": "home", "nodes": [{"name": "box", "accelerators": stated}]}
+    with pytest.raises(ValueError, match="several kinds are a list under 'devices'"):
+        Cluster.parse_data(data, where="home.yaml").devices  # noqa: B018
