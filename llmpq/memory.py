@@ -30,6 +30,8 @@ INDEX_BYTES = 4
 
 
 CpuActivations = Literal["exact", "int8"]
+CodesName = Literal["mxfp4", "nvfp4", "nf4", "fp4", "iq4", "e4m3"]
+"""Forms of codes that a checkpoint may have and that are no integers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +58,8 @@ class Quantization:
     cpu_activations: CpuActivations = "exact"
     """How activations are rounded on CPUs before 3-, 4- and 8-bit weights: to 16 bits a group
     (`exact`), or to 8 (`int8`)."""
-    codes: str | None = None
-    """What a checkpoint's own codes are that layers keep, where they are no integers: `mxfp4`,
-    `nvfp4`, `nf4`, `fp4`, `iq4`, `e4m3`. For what a plan costs; it is not part of its file."""
+    codes: CodesName | None = None
+    """What most of a checkpoint's own codes are that layers keep; None for integers."""
     stored: tuple[StoredBytes, ...] = ()
     """What linears take whose codes are the checkpoint's own, where the grid says other bytes."""
 

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import BadPlanError, PlanMismatchError, short_repr
 from llmpq.file_form import FileForm, read_json
-from llmpq.memory import CpuActivations, Quantization, StoredBytes, default_head_bits
+from llmpq.memory import CodesName, CpuActivations, Quantization, StoredBytes, default_head_bits
 from llmpq.model_spec import ModelSpec
 from llmpq.plan_inputs import PlanInputs
 from llmpq.precision import Precision, bits_of
@@ -96,6 +96,8 @@ class QuantizationForm(FileForm):
     """Of the output matrix; none: 8 where a CPU has it and layers of 8 bits or fewer, else 16."""
     cpu_activations: CpuActivations = "exact"
     """What weights of few bits meet on CPUs; the loss of `int8` is not part of omega."""
+    codes: CodesName | None = None
+    """What most of the checkpoint's own codes are that layers keep; none: integers."""
     stored: tuple[StoredForm, ...] = ()
     """Bytes of the checkpoint's own codes, where layers keep them."""
 
@@ -107,6 +109,7 @@ class QuantizationForm(FileForm):
             outliers=self.outliers,
             head_bits=self.head_bits,
             cpu_activations=self.cpu_activations,
+            codes=self.codes,
             stored=tuple(one.value() for one in self.stored),
         )
 

@@ -82,6 +82,7 @@ def build_plan(
             outliers=p.quantization.outliers,
             head_bits=_head_bits(p, devices[-1]),
             cpu_activations=p.quantization.cpu_activations,
+            codes=p.quantization.codes,
             stored=_stored(p, stages),
         ),
         prefill_microbatch=a.prefill_microbatch,

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
 from llmpq.checkpoints.gguf_file import GgufFile, open_gguf
 from llmpq.checkpoints.quantization_config import (
@@ -31,7 +31,7 @@ from llmpq.checkpoints.quantization_config import (
 )
 from llmpq.families import FAMILIES
 from llmpq.families.record import AS_IT_IS
-from llmpq.memory import Quantization, StoredBytes
+from llmpq.memory import CodesName, Quantization, StoredBytes
 from llmpq.model_spec import LinearShape, ModelSpec
 from llmpq.planner.problem.stored_precisions import (
     AnyHeader,
@@ -163,7 +163,7 @@ def _each_once(spec: ModelSpec) -> Iterator[LinearShape]:
             yield linear
 
 
-def _most(layers: Sequence[LayerCodes], spec: ModelSpec, grid: Quantization) -> str | None:
+def _most(layers: Sequence[LayerCodes], spec: ModelSpec, grid: Quantization) -> CodesName | None:
     """Return what codes most weights of the layers have; None for integers and numbers."""
     weights: Counter[str] = Counter()
     for index, own in enumerate(layers):
@@ -173,7 +173,8 @@ def _most(layers: Sequence[LayerCodes], spec: ModelSpec, grid: Quantization) -> 
             kept = codes is not None and scheme is not None and codes.is_kept(scheme)
             count = spec.experts if linear.of_expert else 1
             weights[codes.name if codes and kept else ""] += count * linear.num_weights
-    return max(weights, key=lambda name: weights[name], default="") or None
+    most = max(weights, key=lambda name: weights[name], default="")
+    return next((name for name in get_args(CodesName) if name == most), None)
 
 
 def rounded_shares(

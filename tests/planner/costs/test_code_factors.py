@@ -12,8 +12,10 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import Phase
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
 from llmpq.planner.costs.cost_book import FACTORS, CostBook, form_of, with_code_factor
 from llmpq.planner.costs.roofline import estimate_costs
+from llmpq.planner.make import make_plan
 from llmpq.planner.problem.checkpoint_codes import checkpoint_codes, with_checkpoint_codes
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Workload
@@ -144,3 +146,34 @@ def test_verifying_is_priced_as_decoding() -> None:
     assert (
         own.regimes == with_code_factor(entry, DEVICES[0].spec, Quantization(codes="nf4")).regimes
     )
+
+
+METHODS: dict[str, dict[str, object]] = {
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True},
+    "integers": {},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cards", ["h100:2", "4090:2", "t4:2"])
+def test_a_plan_states_the_temporaries_that_its_codes_need(
+    method: str, cards: str, tmp_path: Path
+) -> None:
+    """A plan that states what its own formulas do not give is refused: `make_plan` checks it."""
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000,
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        **({"quantization_config": METHODS[method]} if METHODS[method] else {}),
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = make_plan(model=str(tmp_path), devices=cards, batch=8, prompt_len=4000, gen_len=16)
+    assert isinstance(plan, Plan)
+    codes = plan.quantization.codes
+    assert codes == {"nvfp4": "nvfp4", "fp8": "e4m3"}.get(method)
+    again = Plan.parse_data(json.loads(plan.dump_json()), where="again")
+    assert again.settings().codes == codes
