@@ -32,6 +32,11 @@ def fields(config: Config) -> dict[str, Any]:
     of_input = number(config, "attention_in_multiplier")
     columns = _numbers(config, "ssm_multipliers", 5)
     into = number(config, "ssm_in_multiplier")
+    if form.bias and into != 1:  # scales what the matrix reads, not its bias
+        raise ValueError(
+            f"config.json: ssm_in_multiplier={into} beside a bias of Mamba-2's input "
+            "(mamba_proj_bias) is not supported; expected 1, or no bias"
+        )
     return {
         **base,
         "mixer": "both",

@@ -394,3 +394,11 @@ def test_gptq_of_eight_bits_is_near(models: Any, tmp_path: Path, kind: str) -> N
     quantize(directory, tmp_path / "q", [Precision.W8A16] * 4, "gptq")
     got, want = (scores(ReferencePipeline.from_directory(d)) for d in (tmp_path / "q", directory))
     assert float((got - want).norm() / want.norm()) < 0.06
+
+
+def test_a_factor_that_leaves_a_bias_alone_is_refused(models: Any, tmp_path: Path) -> None:
+    config = json.loads((models.directory("falcon_h1") / "config.json").read_text())
+    config |= {"mamba_proj_bias": True, "projectors_bias": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="ssm_in_multiplier=1.4 beside a bias"):
+        ModelSpec.from_directory(tmp_path)
