@@ -221,9 +221,9 @@ class TopologySearch:
 
     @property
     def _target(self) -> float:
-        """Value that a better topology is below."""
+        """Value that a better topology is below: the other half of the gap is the engines' own."""
         value = min(self.value, self._ceiling)
-        return value * (1 - self._gap) if math.isfinite(value) else math.inf
+        return value * (1 - self._gap / 2) if math.isfinite(value) else math.inf
 
     def _raised(self) -> bool:
         """Look for engines of a higher value where none are as good as one pipeline.
