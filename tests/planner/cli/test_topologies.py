@@ -149,8 +149,11 @@ def test_slow_links_between_nodes_are_not_crossed(
     assert main(["export", str(tmp_path / "plan.json"), "--to", "accelerate"]) == 2
     assert "--tensor-parallel 1" in capsys.readouterr().err
     planned(*words, "--tensor-parallel", "1")
-    assert main(["export", str(tmp_path / "plan.json"), "--to", "vllm"]) == 2
-    assert "the plan's engines are on 2 nodes" in capsys.readouterr().err
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "vllm"]) == 0
+    assert "vllm serve" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "llamacpp"]) == 2
+    assert "writes one engine's plan" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("engines", [(), ("--engines", "2")])
