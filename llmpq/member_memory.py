@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llmpq.devices.device_spec import DeviceSpec
-from llmpq.memory import Quantization, StageMemory, of_member, stage_memory, unpacks_prompts
+from llmpq.memory import StageMemory, of_member, stage_memory, unpacks_prompts
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, Worker
 from llmpq.sizes.stage_shape import StageShape
@@ -17,12 +17,8 @@ def planned_shape(
     device: DeviceSpec | None,
     *,
     on_gpu: bool,
-    quantization: Quantization | None = None,
 ) -> StageShape:
-    """Return what decides the size of a stage's temporaries; `device`: None for unknown kinds.
-
-    `quantization`: as the plan was made for, where its file does not say all of it.
-    """
+    """Return what decides the size of a stage's temporaries; `device`: None for unknown kinds."""
     precisions = plan.stages[index].precisions
     return StageShape(
         precisions=precisions,
@@ -32,7 +28,7 @@ def planned_shape(
         decode_microbatch=plan.decode_microbatch,
         prefill_chunk=plan.prefill_chunk,
         on_gpu=on_gpu,
-        unpacks=unpacks_prompts(device, precisions, quantization or plan.settings()),
+        unpacks=unpacks_prompts(device, precisions, plan.settings()),
     )
 
 

@@ -155,20 +155,14 @@ def _with_members(p: Problem, plan: Plan, devices: Sequence[Device]) -> Plan:
 def _member_memory(p: Problem, plan: Plan, worker: Worker, device: Device) -> MemoryForm:
     own = device.joined[worker.member]
     context = 0 if device.spec.is_cpu else device.spec.context
-    shape = planned_shape(
-        plan,
-        worker.stage,
-        device.spec,
-        on_gpu=not device.spec.is_cpu,
-        quantization=p.quantization,
-    )
+    shape = planned_shape(plan, worker.stage, device.spec, on_gpu=not device.spec.is_cpu)
     needed = member_memory(plan, worker, p.spec, shape, context_bytes=context)
     limit = own.limit_bytes
     if needed.total_bytes > limit:
         raise DoesNotFitError(
             f"stage {plan.stages[worker.stage].device}: {own.name} needs "
             f"{format_size(needed.total_bytes)} for its share, it has {format_size(limit)}; give "
-            "other shares, a larger --reserve or fewer bits"
+            "other shares, a smaller --reserve or fewer bits"
         )
     return MemoryForm(
         weights_bytes=needed.weights_bytes,

@@ -36,7 +36,7 @@ THETA_OUT = "leave that out"
 GROUP_SIZES = "weights that share a scale: 128, 64, 32 (slower on GPUs), or 0 for a channel"
 NOTES = """\
 commands, each with its own --help (flags alone mean `plan`):
-  fits    whether a model fits, and how far     devices  cards that are known by name
+  fits    whether a model fits, and how far     devices  this machine's, or cards known by name
   plan    which layers where, at which bits     models   models that are known by name
   check   a plan, or a run that was shared      export   a plan for vLLM, llama.cpp, ..., or SVG
   verify  a plan by its certificate             costs    times that others measured
@@ -579,8 +579,10 @@ def devices_parser() -> CommandParser:
     parser = CommandParser(
         "llmpq-algo devices",
         "List this machine's devices, or every known card.",
-        example="llmpq-algo devices --yaml > my.yaml",
+        example="llmpq-algo devices 4070",
     )
+    name = "known cards whose name has it (none: this machine's devices)"
+    parser.positional("word", metavar="WORD", nargs="?", help=name)
     section = parser.section("which, and how")
     section.flag("--known", daily=True, action="store_true", help="the table of known cards")
     section.flag("--json", daily=True, action="store_true", help="machine-readable")

@@ -16,7 +16,8 @@ import yaml
 
 from llmpq.cluster import Cluster
 from llmpq.commands.ray_address import import_ray, named_ray, on_loopback, require_ray, signals_kept
-from llmpq.devices.device_spec import device_specs
+from llmpq.devices.card_names import card_name
+from llmpq.devices.device_spec import device_specs, known_kind, unknown_card
 from llmpq.devices.this_machine import MIB, Gpu, kind_of, read_gpus, read_host, visible
 from llmpq.planner.problem.requests import ListRequest
 from llmpq.units import format_size
@@ -127,8 +128,11 @@ def show_devices(request: ListRequest) -> None:
         if getattr(request, one) and getattr(request, other):
             flags = f"--{one} does not go with --{other}".replace("_", "-")
             raise ValueError(f"{flags}; leave one of them out")
-    if request.known:
-        _show_known(request.json)
+    if request.word is not None and (request.from_ray or request.yaml):
+        flag = "--yaml" if request.yaml else "--from-ray"
+        raise ValueError(f"'{request.word}' is a word of known cards' names; leave out {flag}")
+    if request.known or request.word is not None:
+        _show_known(request.word, as_json=request.json)
         return
     if request.from_ray:
         cluster = cluster_from_ray(request.from_ray)
@@ -152,14 +156,21 @@ def show_devices(request: ListRequest) -> None:
             sys.stdout.write(f"{device.count} x {device.reported}, {memory}: {known}\n")
 
 
-def _show_known(as_json: bool) -> None:
+def _show_known(word: str | None, *, as_json: bool) -> None:
+    """Print the table of cards; of a word: those whose names have it."""
     specs = device_specs()
+    if word is not None:
+        core, own = card_name(word).core, known_kind(word)
+        named = {kind: spec for kind, spec in specs.items() if core in card_name(kind).core}
+        specs = named if named or own is None else {own: specs[own]}
+        if not specs:
+            raise ValueError(unknown_card(word))
     if as_json:
         rows = {kind: spec.model_dump(mode="json") for kind, spec in specs.items()}
         sys.stdout.write(json.dumps(rows, indent=1) + "\n")
         return
     for kind, spec in specs.items():
         sys.stdout.write(
-            f"{kind:14s} {format_size(spec.memory):>10s} {spec.mem_gbps:6.0f} GB/s "
+            f"{kind:18s} {format_size(spec.memory):>10s} {spec.mem_gbps:6.0f} GB/s "
             f"{spec.fp16_tflops:7.1f} TFLOP/s fp16  {spec.source}\n"
         )

@@ -205,6 +205,7 @@ class ModelsRequest:
 class ListRequest:
     """Which devices to list, and how."""
 
+    word: str | None = None
     known: bool
     json: bool
     from_ray: str | None

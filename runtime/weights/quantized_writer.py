@@ -1,7 +1,8 @@
 """Writes a quantised model directory, one file a layer, so that an interrupted run resumes.
 
 Layers that compressed-tensors can express (3-, 4- and 8-bit weights; w8a8) are written in its form
-under their Hugging Face names and load in Transformers; Atom layers are written as
+under their Hugging Face names and load in Transformers, but for families whose own modules there
+compressed-tensors does not reach (Granite 4's mixtures, Kimi Linear); Atom layers are written as
 `quantized_checkpoint.py` describes. Embedding, head and the tokenizer's files go along.
 """
 

@@ -101,6 +101,18 @@ def test_devices_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["devices", "--known", "--json"]) == 0
     known = json.loads(capsys.readouterr().out)
     assert known["H200"]["mem_gbps"] == 4800 and len(known) >= 30
+    for word, named in (
+        ("4070", "RTX-4070"),
+        ("rtx 4070 mobile", "RTX-4070-Laptop"),
+        ("v100", "V100"),
+    ):
+        assert main(["devices", word, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert any(kind.startswith(named) for kind in found) and len(found) < len(known) / 2
+    assert main(["devices", "40710"]) == 2
+    assert "nearest: " in capsys.readouterr().err
+    assert main(["devices", "4070", "--yaml"]) == 2
+    assert "leave out --yaml" in capsys.readouterr().err
     assert main(["devices", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["count"] >= 1
     assert main(["devices", "--yaml"]) == 0
