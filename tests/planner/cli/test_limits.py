@@ -75,7 +75,7 @@ NUMBERS = {
     "--pin 5-3=T4-0": "--pin 5-3=T4-0: expected the first layer before the last",
     "--pin 0-3=T4-0 --pin 3=V100-32GB-0": "--pin gives layers 0-3 to T4-0 and 3-3 to V100-32GB-0, "
     "a device's pins joined; give each layer to one device",
-    "--bits=": "unknown precision '': known: 16, 3, 4, 8, w4a4, w8a8",
+    "--bits=": "--bits is empty; expected bits such as 4 or 3,4,8, or leave it out",
 }
 
 
