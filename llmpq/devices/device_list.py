@@ -250,12 +250,22 @@ def _group(item: str, where: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _with_memory(group: dict[str, Any], name: str, memory: int) -> tuple[dict[str, Any], list[str]]:
-    """Return cards with the memory that the text states: of a name's versions the one sold so."""
-    kind = known_kind(f"{name} {memory / 1e9:g}GB")
+    """Return cards with the memory that the text states: of a name's versions the one sold so.
+
+    The size that a card is sold by is what the table has of it, which is what CUDA reports.
+    """
+    sizes = (memory / 1e9, memory / 2**30)
+    kind = next(filter(None, (known_kind(f"{name} {size:g}GB") for size in sizes)), None)
+    if kind is not None and not device_specs()[kind].sold_with:
+        return group | {"kind": kind}, []
     group |= {"kind": kind or group["kind"], "memory": memory}
-    if kind or not siblings(group["kind"]):
+    if kind:
         return group, []
-    return group, [f"{name} with {format_size(memory)} is the {group['kind']} with other memory"]
+    own, table = group["kind"], device_specs()[group["kind"]].memory
+    if siblings(own):
+        return group, [f"{name} with {format_size(memory)} is the {own} with other memory"]
+    more = f"{name} with {format_size(memory)}: the table's has {format_size(table)}"
+    return group, [more] if memory > table else []
 
 
 def _count_or_memory(item: str, name: str, count: int) -> list[str]:

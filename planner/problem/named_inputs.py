@@ -173,7 +173,7 @@ def _left_free(cluster: Cluster) -> list[str]:
     if screens:
         size = format_size(max(screens.values()))
         one = next(device for device in cluster.devices if device.kind in screens)
-        less = f"less of one card: {one.kind}={one.memory_bytes / 1e9 - 1:.0f}GB"
+        less = f"to plan with less of one card: {one.kind}={one.memory_bytes / 1e9 - 2:.0f}GB"
         cards = ", ".join(screens)
         lines.append(f"{size} of {cards} stay free for a screen (--reserve 0: none; {less})")
     return list(dict.fromkeys(lines))
