@@ -7,6 +7,7 @@ import json
 from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
+from llmpq.planner.export.gpu_stages import numbers_line
 from llmpq.planner.export.result import (
     Exported,
     drafts_line,
@@ -40,6 +41,7 @@ def accelerate(plan: Plan, spec: ModelSpec) -> Exported:
     precision = precision_line(plan)
     numbers = [str(d) for d in devices if d != "cpu"]
     missing = said(
+        numbers_line(plan),
         f"the order of GPUs: numbers {', '.join(numbers)} are nvidia-smi's; set "
         "CUDA_DEVICE_ORDER=PCI_BUS_ID, or CUDA begins with the fastest"
         if numbers

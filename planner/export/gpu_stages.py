@@ -104,6 +104,20 @@ def visible_devices(stages: list[StagePlan]) -> str:
     return f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers}"
 
 
+def numbers_line(plan: Plan) -> str | None:
+    """Say which number each GPU has, where a node has several kinds; None elsewhere."""
+    own = [one for s in plan.stages for one in s.members if not one.is_cpu]
+    kinds = {(one.node, one.kind) for one in own}
+    mixed = [one for one in own if sum(node == one.node for node, _ in kinds) > 1]
+    if not mixed:
+        return None
+    numbers = ", ".join(f"{one.device} {one.device_index}" for one in mixed)
+    return (
+        f"whose numbers are whose: {numbers}, in the order of --devices or of the cluster file; "
+        "where nvidia-smi lists the cards in another order, write its numbers"
+    )
+
+
 def pipeline_comment(engine: str, version: str, plan: Plan) -> str:
     """Return the comment that says what the command is for."""
     stages = ", ".join(f"{'+'.join(s.device_names)}@{s.node}" for s in plan.stages)

@@ -22,6 +22,7 @@ from llmpq.planner.export.gguf_memory import (
     GpuShare,
     memory_lines,
 )
+from llmpq.planner.export.gpu_stages import numbers_line
 from llmpq.planner.export.result import (
     Exported,
     by_precision,
@@ -310,6 +311,7 @@ def _missing(plan: Plan, place: LayerSplit, *, own_file: bool) -> tuple[str, ...
     ]
     quantised = set(table) != {Precision.W16A16}
     return said(
+        numbers_line(plan),
         microbatch_line(plan),
         drafts_line(plan),
         "KV cache at 2 bit: the closest is q4_0" if plan.workload.kv is KVPrecision.KV2 else None,

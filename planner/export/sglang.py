@@ -5,6 +5,7 @@ from __future__ import annotations
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.export.gpu_stages import (
+    numbers_line,
     old_line,
     pipeline_comment,
     require_gpus,
@@ -66,6 +67,7 @@ def sglang(plan: Plan, spec: ModelSpec) -> Exported:
         lines.append(command)
     kv = kv_line(plan)
     missing = said(
+        numbers_line(plan),
         microbatch_line(plan),
         drafts_line(plan),
         checkpoint_line(plan),

@@ -7,6 +7,7 @@ import math
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.export.gpu_stages import (
+    numbers_line,
     old_line,
     pipeline_comment,
     require_gpus,
@@ -67,6 +68,7 @@ def vllm(plan: Plan, spec: ModelSpec) -> Exported:
     lines.append(command)
     missing = said(
         _order_line(nodes),
+        numbers_line(plan),
         microbatch_line(plan),
         drafts_line(plan),
         "memory per stage: vLLM gives every stage the KV blocks of the fullest one",

@@ -12,6 +12,7 @@ import pytest
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
+from llmpq.planner.export import WRITERS
 from llmpq.planner.export.llamacpp import llamacpp
 
 pytestmark = pytest.mark.pure
@@ -119,6 +120,15 @@ def test_gpus_of_other_nodes_are_reached_by_rpc_from_the_node_whose_cpu_works() 
     assert flags["--rpc"] == "a:50052" and flags["--device"] == "RPC0,CUDA0,RPC1"
     with pytest.raises(ValueError, match="on the CPU of one host, the plan on those of a, b"):
         llamacpp(_plan(("CPU", 6), ("CPU", 30), nodes="ab"), SPEC)
+
+
+def test_numbers_of_unlike_cards_are_said_at_every_export_of_them() -> None:
+    mixed = _plan(("RTX-3090", 20), ("RTX-4090", 16))
+    alike = _plan(("RTX-3090", 20), ("RTX-3090", 16))
+    for name in ("llamacpp", "vllm", "sglang", "accelerate"):
+        (line,) = [x for x in WRITERS[name](mixed, SPEC).not_expressed if x.startswith("whose")]
+        assert ": RTX-3090-0 0, RTX-4090-" in line and ", in the order of --devices" in line
+        assert not [x for x in WRITERS[name](alike, SPEC).not_expressed if x.startswith("whose")]
 
 
 def test_a_quantised_file_names_the_type_of_every_layer() -> None:
