@@ -19,7 +19,7 @@ import os
 import queue
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -670,7 +670,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str, None]:
         """Yield the answer's text as it comes; joined, the pieces are the text of `generate`.
 
         Leaving the loop early aborts the request, and so does `abort(request_id)`.

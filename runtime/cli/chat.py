@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 from llmpq.errors import ExitCode
 from llmpq.runtime.cli.chat_flags import ChatOptions
@@ -80,6 +83,45 @@ class Talk:
         self.reset()
 
 
+class CtrlC:
+    """What Ctrl-C does while it is entered: an answer that comes ends, at a prompt it interrupts.
+
+    Anywhere else nothing is raised, so that the chat goes on whenever it comes.
+    """
+
+    def __init__(self) -> None:
+        self.at_prompt = self.was_pressed = False
+        self._answer: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None] | None = None
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._pressed)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    @contextlib.contextmanager
+    def ends_this_task(self) -> Iterator[None]:
+        """Let it cancel the task that runs."""
+        self._answer = asyncio.get_running_loop(), asyncio.current_task()
+        try:
+            yield
+        finally:
+            self._answer = None
+
+    def _pressed(self, number: int, frame: FrameType | None) -> None:
+        if self.at_prompt:
+            raise KeyboardInterrupt
+        self.was_pressed = True
+        if self._answer is not None:
+            loop, task = self._answer
+            if task is not None:
+                loop.call_soon_threadsafe(task.cancel)
+
+
 def main(options: ChatOptions) -> int:
     """Talk until the input ends; 8 if a line from a pipe was refused."""
     template = options.chat_template
@@ -95,8 +137,8 @@ def main(options: ChatOptions) -> int:
         if talks:
             kind = "Chat with" if chat.is_talk else "Give a text, which is continued by"
             sys.stdout.write(f"{kind} {llm.plan.model.name}; /help lists commands, Ctrl-D ends\n")
-        with asyncio.Runner() as runner:
-            failed = _talk(chat, llm, runner, _sampling(llm, given), talks=talks)
+        with asyncio.Runner() as runner, CtrlC() as ctrl_c:
+            failed = _talk(chat, llm, runner, _sampling(llm, given), ctrl_c, talks=talks)
     return ExitCode.SOME_ROWS_FAILED if failed and not talks else ExitCode.DONE
 
 
@@ -131,11 +173,17 @@ def _sampling(llm: LLM, given: dict[str, Any]) -> SamplingParams:
 
 
 def _talk(
-    chat: Talk, llm: LLM, runner: asyncio.Runner, params: SamplingParams, *, talks: bool
+    chat: Talk,
+    llm: LLM,
+    runner: asyncio.Runner,
+    params: SamplingParams,
+    ctrl_c: CtrlC,
+    *,
+    talks: bool,
 ) -> bool:
     """Answer line after line; return whether one was refused."""
     failed = False
-    for line in _lines(talks):
+    for line in _lines(ctrl_c, talks=talks):
         text: str | None = line
         if line.startswith("/"):
             text, end = _obey(chat, line)
@@ -144,7 +192,9 @@ def _talk(
         if text is None:
             continue
         try:
-            _answer(chat, llm, runner, text, params)
+            _answer(chat, llm, runner, text, params, ctrl_c)
+            if ctrl_c.was_pressed and not talks:
+                raise KeyboardInterrupt  # of a pipe's lines, all that are left
         except ValueError as error:
             failed = True
             chat.undo()
@@ -153,7 +203,7 @@ def _talk(
     return failed
 
 
-def _lines(talks: bool) -> Iterator[str]:
+def _lines(ctrl_c: CtrlC, *, talks: bool) -> Iterator[str]:
     """Yield what the user types, or a pipe brings; blank lines drop."""
     if talks:
         with contextlib.suppress(ImportError):
@@ -162,7 +212,9 @@ def _lines(talks: bool) -> Iterator[str]:
     while True:
         try:
             sys.stdout.flush()
+            ctrl_c.at_prompt, ctrl_c.was_pressed = True, False
             line = input(("... " if parts else "> ") if talks else "")
+            ctrl_c.at_prompt = False
         except EOFError:
             if talks:
                 sys.stdout.write("\n")
@@ -170,6 +222,7 @@ def _lines(talks: bool) -> Iterator[str]:
                 yield "\n".join(parts)
             return
         except KeyboardInterrupt:
+            ctrl_c.at_prompt = False
             if not talks:
                 raise
             parts = []
@@ -209,7 +262,7 @@ def _obey(chat: Talk, line: str) -> tuple[str | None, bool]:
 
 
 def _answer(
-    chat: Talk, llm: LLM, runner: asyncio.Runner, text: str, params: SamplingParams
+    chat: Talk, llm: LLM, runner: asyncio.Runner, text: str, params: SamplingParams, ctrl_c: CtrlC
 ) -> None:
     """Write the answer to a text as it comes; Ctrl-C ends it, and what there is of it counts."""
     pieces: list[str] = []
@@ -220,17 +273,18 @@ def _answer(
         sys.stdout.flush()
 
     async def stream(prompt: Prompt) -> None:
-        async for piece in llm.stream(prompt, params):
-            write(piece)
+        async with contextlib.aclosing(llm.stream(prompt, params)) as answer:
+            with ctrl_c.ends_this_task():
+                async for piece in answer:
+                    write(piece)
+                    if ctrl_c.was_pressed:
+                        break
 
-    end = "\n"
-    try:
-        prompt = chat.say(text)
-        if not chat.is_talk:
-            write(text)
+    prompt = chat.say(text)
+    if not chat.is_talk:
+        write(text)
+    with contextlib.suppress(asyncio.CancelledError):
         runner.run(stream(prompt))
-    except KeyboardInterrupt:
-        end = " [stopped]\n"
-    sys.stdout.write(end)
+    sys.stdout.write(" [stopped]\n" if ctrl_c.was_pressed else "\n")
     sys.stdout.flush()
     chat.answered("".join(pieces))
