@@ -18,9 +18,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from llmpq.checkpoints.adapters import adapter_beside
 from llmpq.checkpoints.gguf_file import is_gguf
-from llmpq.checkpoints.hub import name_of, require_named
+from llmpq.checkpoints.hub import name_of
 from llmpq.checkpoints.model_config import read_config, spec_fields, with_stored_head
 from llmpq.errors import unknown_name
 from llmpq.families.common.spec_values import (
@@ -233,10 +232,8 @@ class ModelSpec:
     """Parts of the checkpoint that are not run; commands list them."""
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     eos_token_ids: tuple[int, ...] = field(default=(), compare=False)
-
-    def left_out_notes(self) -> list[str]:
-        """Return what is said of each part that is not run."""
-        return [f"left out: {part}" for part in self.left_out]
+    suppressed: tuple[int, ...] = field(default=(), compare=False)
+    """Tokens that are never chosen (generation_config.json's `suppress_tokens`)."""
 
     def linears(self) -> tuple[LinearShape, ...]:
         """Return the fused matrices of a decoder layer: qkv, o, up (or gate and up) and down.
@@ -606,12 +603,10 @@ class ModelSpec:
         """Read `config.json` of a local Hugging Face model directory, or a GGUF file's metadata."""
         config = read_config(path)
         try:
-            spec = cls.from_config(with_stored_head(config, path), name=name_of(path))
+            return cls.from_config(with_stored_head(config, path), name=name_of(path))
         except ValueError as error:
             said = str(error).replace("config.json", "its metadata") if is_gguf(path) else error
             raise ValueError(f"'{path}': {said}") from None
-        adapter = adapter_beside(Path(path))
-        return spec if adapter is None else replace(spec, left_out=(*spec.left_out, adapter))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> ModelSpec:
@@ -640,7 +635,6 @@ class ModelSpec:
     @classmethod
     def by_name(cls, name: str, size: str | None = None) -> ModelSpec:
         """Return a built-in spec: `opt-30b`, `Qwen/Qwen3-32B`, or the paper's `opt` and `30b`."""
-        require_named(name)
         full = f"{name}-{size}" if size else name
         known, found = builtin_configs(), builtin_name(full)
         if found is None:
@@ -655,6 +649,7 @@ class ModelSpec:
 NOT_ARCHITECTURE = (
     "name",
     "eos_token_ids",
+    "suppressed",
     "left_out",
     "further_layers",
     "mtp_layers",

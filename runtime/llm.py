@@ -121,7 +121,13 @@ class LLM:
             chosen.directory, chosen.options.generation_config
         )
         self._default_sampling = _default_sampling(self.generation_config)
-        self._spec = spec = self.generation_config.with_ends(chosen.spec)
+        if others := self.generation_config.not_obeyed:
+            _log.warning(
+                "'%s': %s: not obeyed; what requests may ask for is in SamplingParams",
+                self.generation_config.path,
+                ", ".join(f"{key}={value!r:.60}" for key, value in others.items()),
+            )
+        self._spec = spec = self.generation_config.applied_to(chosen.spec)
         self._plan = chosen.plan
         self._options = chosen.options
         self._directory = chosen.directory
@@ -143,6 +149,7 @@ class LLM:
                 self._options, layer_cache=None if folder is None else str(Path(folder).resolve())
             ),
             end_ids=spec.eos_token_ids,
+            suppressed=spec.suppressed,
         )
         self._use_tqdm = use_tqdm
         self.startup_s = 0.0

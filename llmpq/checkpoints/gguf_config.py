@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpq.checkpoints.gguf_file import GgufFile
-from llmpq.checkpoints.gguf_gemma import gemma, gemma4, layer_types
+from llmpq.checkpoints.gguf_gemma import gemma, gemma3n, gemma4, layer_types
 from llmpq.checkpoints.gguf_hybrids import (
     falcon_h1,
     granite_hybrid,
@@ -32,6 +32,7 @@ from llmpq.checkpoints.gguf_mixtures import (
     glm4moe,
     gpt_oss,
     hunyuan_moe,
+    llama4,
     minimax_m2,
     olmoe,
 )
@@ -402,6 +403,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture(model_type="qwen3_moe", also=_qwen3moe),
     "gemma2": Architecture(model_type="gemma2", also=gemma("gemma2"), above_one=True),
     "gemma3": Architecture(model_type="gemma3_text", also=gemma("gemma3"), above_one=True),
+    "gemma3n": Architecture(model_type="gemma3n_text", also=gemma3n, by_layer=True),
     "gemma4": Architecture(
         model_type="gemma4_text", also=gemma4, by_layer=True, experts_apart=True
     ),
@@ -409,6 +411,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4": Architecture(model_type="glm4"),
     "granite": Architecture(model_type="granite", also=_granite, pairs=True),
     "olmo2": Architecture(model_type="olmo2"),
+    "llama4": Architecture(model_type="llama4_text", also=llama4, experts_apart=True),
     "mistral3": Architecture(model_type="mistral", also=_window, pairs=True),
     "gpt-oss": Architecture(model_type="gpt_oss", also=gpt_oss),
     "glm4moe": Architecture(model_type="glm4_moe", also=glm4moe, further=True),

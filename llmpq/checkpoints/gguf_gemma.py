@@ -1,10 +1,12 @@
 """GGUF keys of Gemma, and of other models whose layers see a window or all tokens.
 
 Of Gemma 4, the plain keys are those of layers that see all tokens, `*_swa` those of windowed ones.
+Gemma 3n's cut-offs of gates are in standard deviations above the mean, config.json's are shares.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +43,38 @@ def _thetas(metadata: Metadata, config: dict[str, Any]) -> None:
     """Say by what windowed layers rotate, and by what the others do."""
     config["rope_local_base_freq"] = metadata.number("rope.freq_base_swa", REAL, default=10000.0)
     config["rope_theta"] = metadata.number("rope.freq_base", REAL, default=1e6)
+
+
+def gemma3n(metadata: Metadata, config: dict[str, Any]) -> None:
+    """Gemma 3n; the rank of LAuReL is its matrices'."""
+    layer_types(metadata, config)
+    _thetas(metadata, config)
+    count, tensors = config["num_hidden_layers"], metadata.file.tensors
+    laurel, inputs = "blk.0.laurel_l.weight", "per_layer_token_embd.weight"
+    if laurel not in tensors or inputs not in tensors:
+        raise ValueError(
+            f"'{metadata.file.path}' has no tensor '{laurel}' or '{inputs}': it is not a whole "
+            "model; download it again"
+        )
+    cuts = metadata.get("activation_sparsity_scale") or [-math.inf] * count
+    config |= {
+        "intermediate_size": metadata.of_layers("feed_forward_length", count),
+        "num_kv_shared_layers": metadata.get("attention.shared_kv_layers") or 0,
+        "hidden_size_per_layer_input": metadata.number("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": tensors[inputs].shape[0],
+        "altup_num_inputs": metadata.number("altup.num_inputs"),
+        "altup_active_idx": metadata.get("altup.active_idx") or 0,
+        "altup_correct_scale": "blk.0.altup_correct_scale.weight" in tensors,
+        "laurel_rank": tensors[laurel].shape[0],
+        "activation_sparsity_pattern": [round(_share_below(cut), 6) for cut in cuts],
+        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
+    }
+    config.pop("mlp_bias")
+
+
+def _share_below(cut: float) -> float:
+    """Return the share of normally distributed values that lie below so many deviations."""
+    return (1 + math.erf(cut / math.sqrt(2))) / 2
 
 
 def gemma4(metadata: Metadata, config: dict[str, Any]) -> None:

@@ -105,6 +105,39 @@ def hunyuan_moe(metadata: Metadata, config: dict[str, Any]) -> None:
     }
 
 
+LLAMA4_CHUNK = 8192
+"""Tokens of a chunk, and by how many llama.cpp lets queries of all tokens grow once more."""
+LLAMA4_GROWTH, LLAMA4_WITHOUT_NORMS = 0.1, 128
+"""What it multiplies that by; the number of experts of the size whose heads have no norm."""
+
+
+def llama4(metadata: Metadata, config: dict[str, Any]) -> None:
+    """Llama 4, whose files say nothing of chunks, of positions, or of norms."""
+    require_gate(metadata, SIGMOID, default=SIGMOID)
+    if metadata.get("attention.sliding_window") == 0:
+        raise ValueError(
+            f"'{metadata.file.path}': attention.sliding_window=0 (Llama 4 without chunks) is not "
+            "read from GGUF files; get the model as safetensors"
+        )
+    for key in ("leading_dense_block_count", "expert_shared_count"):
+        metadata.get(key)  # llama.cpp heeds neither: every n-th layer has experts, and one shared
+    experts = metadata.number("expert_count")
+    config |= {
+        "intermediate_size_mlp": config["intermediate_size"],
+        "intermediate_size": metadata.number("expert_feed_forward_length"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "interleave_moe_layer_step": metadata.number("interleave_moe_layer_step"),
+        "use_qk_norm": experts != LLAMA4_WITHOUT_NORMS,
+        "attention_chunk_size": LLAMA4_CHUNK,
+        "floor_scale": LLAMA4_CHUNK,
+        "attn_scale": LLAMA4_GROWTH,
+        "attn_temperature_tuning": True,
+    }
+    for key in ("partial_rotary_factor", "mlp_bias"):
+        config.pop(key)
+
+
 def minimax_m2(metadata: Metadata, config: dict[str, Any]) -> None:
     """MiniMax-M2."""
     require_gate(metadata, SIGMOID, default=SIGMOID)

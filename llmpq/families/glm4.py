@@ -3,6 +3,7 @@
     x += norm(o(attention(...)) of norm(x));  x += norm(down(silu(gate) * up)) of norm(x)
 
 GLM (`glm`, GLM-4-9b of 2024) is the same without the norms behind. Gate and up are stored as one.
+GLM-4.1V's text has biases of queries, keys and values in every size.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from llmpq.families.record import Arrange, linear_names, norm_names
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    has_two = config.get("model_type") == "glm4"
+    kind = config.get("model_type")
     return {
         **rotary_fields(config, partial_rotary=True),
-        "qkv_bias": flag(config, "attention_bias"),
-        "norm_order": "both" if has_two else "pre",
+        "qkv_bias": flag(config, "attention_bias", default=kind == "glm4v_text"),
+        "norm_order": "pre" if kind == "glm" else "both",
     }
 
 
@@ -57,7 +58,7 @@ _LAYER = {
 FAMILY = replace(
     llama.FAMILY,
     name="glm4",
-    model_types=("glm4", "glm"),
+    model_types=("glm4", "glm", "glm4v_text"),
     fields=fields,
     names=replace(
         llama.FAMILY.names,

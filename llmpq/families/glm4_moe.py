@@ -3,7 +3,8 @@
     p = sigmoid(router(x));  chosen = the k largest of p + c, of the best groups
     y = scale * sum of w_e expert_e(x) + shared(x),  w = p of the chosen, made to sum to one
 
-The layer behind the last one predicts a further token (MTP); it drafts, where it is asked to.
+So is the text of GLM-4.5V and 4.6V. The layer behind the last one predicts a further token (MTP);
+it drafts, where it is asked to.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def fields(config: Config) -> dict[str, Any]:
     return {
         **base,
         "qkv_bias": flag(config, "attention_bias"),
-        "qk_norm": flag(config, "use_qk_norm"),
+        "qk_norm": flag(config, "use_qk_norm", default=False),
         **mixture(config, base["ffn"]),
     }
 
@@ -65,7 +66,7 @@ _ATTENTION = {**llama.NORMS, **llama.QKV, **llama.OUT, **llama.HEAD_NORMS}
 FAMILY = replace(
     llama.FAMILY,
     name="glm4_moe",
-    model_types=("glm4_moe",),
+    model_types=("glm4_moe", "glm4v_moe_text"),
     fields=fields,
     names=replace(
         llama.FAMILY.names,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llmpq.runtime.models.layers import Head
+from llmpq.runtime.models.layers import Head, without
 from llmpq.runtime.models.linear import Linear, Reduce
 
 MOST_ROWS = 16
@@ -24,7 +24,8 @@ class CutHead:
     """A device's part of the head."""
 
     def __init__(self, own: Head, first: int, vocab: int, reduce: Reduce) -> None:
-        """`own`: of the tokens from number `first` on."""
+        """`own`: of the tokens from number `first` on; those that it suppresses are of all."""
+        self._suppressed_N, own.suppressed_N = own.suppressed_N, None
         self._own, self._first, self._vocab, self._reduce = own, first, vocab, reduce
         self.is_everywhere = False
         """Whether every device of the stage has its part: until that is known none uses it."""
@@ -42,6 +43,7 @@ class CutHead:
             factor=head.factor,
             cap=head.cap,
             streams=head.streams,
+            suppressed_N=head.suppressed_N,
         )
         return cls(own, tokens.start, matrix_Vh.shape[0], reduce)
 
@@ -54,4 +56,4 @@ class CutHead:
         own = self._own(hidden_Rh)
         whole_RV = own.new_zeros(own.shape[0], self._vocab)
         whole_RV[:, self._first : self._first + own.shape[1]] = own
-        return self._reduce(whole_RV)
+        return without(self._reduce(whole_RV), self._suppressed_N)

@@ -577,7 +577,7 @@ def nbytes_of(module: nn.Module, *, but: nn.Module | None = None) -> int:
 
 
 class Head(nn.Module):
-    """Final norm and output matrix; logits times a factor, or capped."""
+    """Final norm and output matrix; logits times a factor, or capped; some tokens suppressed."""
 
     def __init__(
         self,
@@ -588,9 +588,11 @@ class Head(nn.Module):
         factor: float = 1.0,
         cap: float = 0.0,
         streams: TokenStreams | None = None,
+        suppressed_N: Tensor | None = None,
     ) -> None:
+        """`suppressed_N`: tokens that are never chosen."""
         super().__init__()
-        self.streams = streams
+        self.streams, self.suppressed_N = streams, suppressed_N
         self.norm = norm
         self.output = output
         self.runner = runner
@@ -602,4 +604,12 @@ class Head(nn.Module):
         logits: Tensor = self.output(self.runner.norm(self.norm, x))
         if self.factor != 1.0:
             logits.mul_(self.factor)
-        return logits.div_(self.cap).tanh_().mul_(self.cap) if self.cap else logits
+        logits = logits.div_(self.cap).tanh_().mul_(self.cap) if self.cap else logits
+        return without(logits, self.suppressed_N)
+
+
+def without(logits: Tensor, tokens_N: Tensor | None) -> Tensor:
+    """Return logits [..., V] with the least number of their type for tokens that are suppressed."""
+    if tokens_N is None:
+        return logits
+    return logits.index_fill_(-1, tokens_N, torch.finfo(logits.dtype).min)

@@ -89,6 +89,7 @@ class MtpHead(nn.Module):
                 runner,
                 factor=spec.logit_factor,
                 cap=spec.logit_cap,
+                suppressed_N=model.head.suppressed_N,
             ),
             model_norm=model.head.norm,
             goes_on_normed=names.goes_on_normed,

@@ -234,6 +234,7 @@ class Wiring:
 
     def head(self, parts: LayerTensors) -> Head:
         """Wire the last stage's norm and output matrix."""
+        suppressed = self._spec.suppressed
         return Head(
             self._norm(parts, "norm"),
             parts.linear("output"),
@@ -241,6 +242,7 @@ class Wiring:
             factor=self._spec.logit_factor,
             cap=self._spec.logit_cap,
             streams=self._streams(parts, "stream_out"),
+            suppressed_N=torch.tensor(suppressed, device=parts.device) if suppressed else None,
         )
 
     def _attention(self, parts: LayerTensors, index: int) -> Attention:

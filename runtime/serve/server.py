@@ -316,10 +316,7 @@ def serve(
 
     def load() -> None:
         try:
-            llm = open_llm()
-            service.planned_len = llm.max_model_len
-            llm.start()
-            service.llm = llm
+            service.llm = open_llm()
             control.enter_context(answering(service.llm))
             gc_freeze()
             if sampling := dict(service.llm.generation_config.sampling):

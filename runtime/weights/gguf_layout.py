@@ -11,6 +11,7 @@ Most names follow from the `gguf` package's table. The others:
     A_log, D, norm, conv      Mamba-2 and delta rule: log(-ssm_a); others without dimensions, or
                               with one, of one
     input_linear              Granite 4: gates above ups, of an MLP, or of all experts
+    altup_projections.3       row 3 of altup_proj; altup_unembed_projections: of altup_unembd_proj
     experts.3.gate_proj       half of expert 3's rows of ffn_gate_up_exps, where the file has that
     router.scale              Gemma 4: ffn_gate_inp.scale; per_expert_scale: ffn_down_exps.scale
 
@@ -27,7 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<index>[0-9]+)\.(?P<behind>.*)")
+EXPERT = re.compile(
+    r"(?P<before>.*\.(?:experts|altup_projections|altup_unembed_projections))"
+    r"\.(?P<index>[0-9]+)\.(?P<behind>.*)"
+)
+"""What is one tensor in a file: all experts of a layer, all streams' matrices."""
 LAYER = re.compile(r".*\blayers\.(?P<layer>[0-9]+)\.(?P<part>.*)")
 HEAD_NORM = re.compile(
     r".*\blayers\.(?P<layer>[0-9]+)\.self_attn\.(?P<kind>[qk])_layernorm"

@@ -51,7 +51,7 @@ UNREAD = re.compile(
 lightning attention."""
 LEFT_OUT = re.compile(
     r"(^|\.)(vision(_tower|_model|_encoder|_embedder|_projection)?|visual|audio_tower"
-    r"|multi_modal_projector|mm_projector|embed_vision|embed_audio|connector|mtp(_layers)?)\."
+    r"|multi_modal_projector|mm_projector|embed_vision|embed_audio|connector|merger|mtp(_layers)?)\."
     r"|(^|\.)image_newline$"
 )
 """Parts of a checkpoint beside the language model."""

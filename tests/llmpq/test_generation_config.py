@@ -39,21 +39,53 @@ def test_ends_and_sampling(spec, tmp_path, said, ends, sampling):
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     for source in ("auto", str(tmp_path)):
         found = read_generation_config(tmp_path, source)
-        assert found.with_ends(spec).eos_token_ids == ends
+        assert found.applied_to(spec).eos_token_ids == ends
         assert found.sampling == sampling
     ignored = read_generation_config(tmp_path, "vllm")
-    assert ignored.with_ends(spec) == spec and ignored.sampling == {}
-    assert ignored.with_ends(spec).eos_token_ids == spec.eos_token_ids
+    assert ignored.applied_to(spec) == spec and ignored.sampling == {}
+    assert ignored.applied_to(spec).eos_token_ids == spec.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    "said, suppressed, others",
+    [
+        ({"suppress_tokens": [7, 9, 7, -1, 10**6]}, (7, 9), {}),
+        ({"suppress_tokens": 7, "no_repeat_ngram_size": 0, "num_beams": 1}, (7,), {}),
+        ({"suppress_tokens": None, "stop_strings": [], "typical_p": 1.0}, (), {}),
+        (
+            {"no_repeat_ngram_size": 3, "bad_words_ids": [[5]], "forced_bos_token_id": 2},
+            (),
+            {"no_repeat_ngram_size": 3, "bad_words_ids": [[5]], "forced_bos_token_id": 2},
+        ),
+        ({"begin_suppress_tokens": [5], "min_new_tokens": 4}, (),
+         {"begin_suppress_tokens": [5], "min_new_tokens": 4}),
+    ],
+)  # fmt: skip
+def test_what_is_suppressed_is_obeyed_and_other_rules_are_named(
+    spec, tmp_path, said, suppressed, others
+):
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    found = read_generation_config(tmp_path)
+    assert found.applied_to(spec).suppressed == suppressed
+    assert found.not_obeyed == others
+    ignored = read_generation_config(tmp_path, "vllm")
+    assert ignored.applied_to(spec).suppressed == () and ignored.not_obeyed == {}
 
 
 def test_a_model_without_the_file_says_nothing(spec, tmp_path):
-    assert read_generation_config(tmp_path).with_ends(spec).eos_token_ids == spec.eos_token_ids
+    assert read_generation_config(tmp_path).applied_to(spec).eos_token_ids == spec.eos_token_ids
     with pytest.raises(ValueError, match=r"no generation_config.json in .* expected a directory"):
         read_generation_config(tmp_path, str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    "text", ['{"eos_token_id": "x"}', '{"eos_token_id": [1.5]}', "[]", "{", ""]
+    "text",
+    [
+        '{"eos_token_id": "x"}',
+        '{"eos_token_id": [1.5]}',
+        '{"suppress_tokens": ["a"]}',
+        *("[]", "{", ""),
+    ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)

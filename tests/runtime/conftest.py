@@ -83,6 +83,12 @@ VISION = {
 ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
 """What Hunyuan's theta is stretched by."""
 MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
+PARTIAL_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 5000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+}
 DELTA_RULE = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -105,6 +111,17 @@ MAMBA2 = {
     "mamba_chunk_size": 16,
 }
 NEMOTRON = ["linear_attention", "full_attention", "moe", "mlp"]
+NEMOTRON_H: dict[str, Any] = {
+    **{k: v for k, v in MIXTURE.items() if k != "first_k_dense_replace"},
+    "layers_block_type": NEMOTRON,
+    "num_hidden_layers": None,
+    "head_dim": 24,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "moe_shared_expert_intermediate_size": 48,
+}
 GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.2,
@@ -407,20 +424,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconH1",
         {**MAMBA2, "mamba_d_ssm": 128, "mlp_bias": True, "head_dim": 24},
     ),
-    "nemotron_h": (
-        "NemotronH",
-        {
-            **{k: v for k, v in MIXTURE.items() if k != "first_k_dense_replace"},
-            "layers_block_type": NEMOTRON,
-            "num_hidden_layers": None,
-            "head_dim": 24,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 12,
-            "n_groups": 2,
-            "ssm_state_size": 10,
-            "moe_shared_expert_intermediate_size": 48,
-        },
-    ),
+    "nemotron_h": ("NemotronH", NEMOTRON_H),
     "nemotron_h with experts on few features": (
         "NemotronH",
         {
@@ -897,6 +901,71 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hyperclovax": ("HyperCLOVAX", {**GRANITE, "head_dim": 24, "mlp_bias": True}),
+    "hy_v3": (
+        "HYV3",
+        {
+            "head_dim": 24,
+            "attention_bias": True,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 40,
+            "router_scaling_factor": 1.7,
+            "mlp_layer_types": ["dense", "sparse"] * (DEPTH // 2),
+        },
+    ),
+    "minicpm3": (
+        "MiniCPM3",
+        {
+            **LATENT,
+            "q_lora_rank": 20,
+            "scale_emb": 3.0,
+            "scale_depth": 1.2,
+            "dim_model_base": 16,
+            "rope_parameters": YARN,
+        },
+    ),
+    "flint": (
+        "Flint",
+        {
+            "head_dim": 24,
+            "attention_bias": True,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [0],
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING,
+        },
+    ),
+    "glm4v": (
+        "Glm4v",
+        {
+            "text_config": {"pad_token_id": 0, "rope_parameters": PARTIAL_MROPE},
+            "vision_config": VISION,
+        },
+    ),
+    "glm4v_moe": (
+        "Glm4vMoe",
+        {
+            "text_config": {
+                **MIXTURE,
+                "head_dim": 32,
+                "n_shared_experts": 2,
+                "pad_token_id": 0,
+                "rope_parameters": {**PARTIAL_MROPE, "mrope_section": [4, 2, 2]},
+            },
+            "vision_config": VISION,
+        },
+    ),
+    "minicpmv4_6": (
+        "MiniCPMV4_6",
+        {
+            "text_config": {**DELTA_RULE, "head_dim": 32, "model_type": "qwen3_5_text"},
+            "vision_config": VISION,
+        },
+    ),
     "qwen3_5 in its wrapper": (
         "Qwen3_5",
         {"text_config": {**DELTA_RULE, "head_dim": 32}, "vision_config": VISION},
@@ -961,7 +1030,7 @@ class Models:
     def num_params(self, kind: str) -> int:
         """Return how many weights a language model has, without a tower and its projector."""
         model = self.reference(kind)
-        towers = ("visual", "vision", "audio", "projector")
+        towers = ("visual", "vision", "audio", "projector", "merger")
         own = [p for n, p in model.named_parameters() if not any(part in n for part in towers)]
         own += [b for name, b in model.named_buffers() if name.endswith(CORRECTIONS)]
         return sum(tensor.numel() for tensor in own)

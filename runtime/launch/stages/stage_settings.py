@@ -19,6 +19,8 @@ class StageSettings:
     """The directory on the driver's host, where a node has the model elsewhere."""
     end_ids: tuple[int, ...] | None = None
     """Tokens that end an answer, which guides choose, too; None: those of config.json."""
+    suppressed: tuple[int, ...] = ()
+    """Tokens that are never chosen."""
     address: str | None = None
     """Its node's own address, at which other hosts' stages reach it; None: all are on this host."""
     network_interface: str | None = None
@@ -36,5 +38,6 @@ class StageSettings:
         changed = {
             "options": EngineOptions.from_data(data["options"]),
             "end_ids": None if ends is None else tuple(ends),
+            "suppressed": tuple(data["suppressed"]),
         }
         return cls(**{**data, **changed})

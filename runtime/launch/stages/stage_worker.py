@@ -545,14 +545,19 @@ class StageWorker:
             self._settings = replace(self._settings, model_dir=str(copied))
         model = self._settings.model_dir
         if self._settings.options.load_format == "auto":
-            spec = ModelSpec.from_directory(model)
+            spec = self._choosing(ModelSpec.from_directory(model))
             return spec, self._kept(open_checkpoint(model, spec), device)
         known = is_model(model)
         spec = ModelSpec.from_directory(model) if known else ModelSpec.by_name(model)
+        spec = self._choosing(spec)
         source = RandomSource(spec, device=device)
         if self._settings.options.load_format == "dummy":
             return spec, source
         return spec, CopiedLayers(source, self._schemes(), device)
+
+    def _choosing(self, spec: ModelSpec) -> ModelSpec:
+        """Return a model that never chooses some tokens."""
+        return replace(spec, suppressed=self._settings.suppressed)
 
     def _kept(self, source: CheckpointSource, device: torch.device) -> TensorSource:
         """Return the checkpoint behind a cache of its layers on disk, if that was asked for."""

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cpu
 SCRIPT = Path(__file__).parents[3] / "docs" / "make_class_defaults.py"
 KINDS = sorted({*BY_MODEL_TYPE, *WRAPPERS} - set(SAME_CLASS))
 SAID: dict[str, dict[str, Any]] = {
-    "glm4_moe": {"head_dim": 128},
+    **dict.fromkeys(("glm4_moe", "glm4v_moe", "glm4v_moe_text"), {"head_dim": 128}),
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma3n": {"num_kv_shared_layers": 2},

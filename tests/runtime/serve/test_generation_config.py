@@ -106,3 +106,50 @@ def test_the_file_is_ignored_or_refused(model: Path, tmp_path: Path):
         (folder / "generation_config.json").write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=f"generation_config.json': {next(iter(wrong))} must"):
             LLM(folder)
+
+
+@pytest.fixture(scope="module")
+def suppressing(demo_model: Path, tmp_path_factory) -> tuple[Path, list[int]]:
+    """The demo model without two tokens that it would choose, and Transformers' answer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    prompt = torch.tensor([[40 + n % 7 for n in range(40)]])
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    how = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    plain = model.generate(prompt, **how)[0, 40:].tolist()
+    suppressed = list(dict.fromkeys(plain))[:2]
+    answer = model.generate(prompt, suppress_tokens=suppressed, **how)[0, 40:].tolist()
+    assert len(suppressed) == 2 and not set(suppressed) & set(answer)
+    folder = tmp_path_factory.mktemp("suppressing") / "demo"
+    shutil.copytree(demo_model, folder)
+    said = {"suppress_tokens": suppressed, "no_repeat_ngram_size": 3}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    return folder, answer
+
+
+@pytest.mark.parametrize(
+    ("splits", "how", "drafts"),
+    [
+        ((), {}, None),
+        ((3,), {}, "ngram"),
+        ((), {"shares": [(2, 1)]}, None),
+        ((3,), {"shares": [(1, 1), (3, 1)]}, None),
+    ],
+)
+def test_suppressed_tokens_are_in_no_answer(suppressing, make_plan, caplog, splits, how, drafts):
+    folder, wanted = suppressing
+    prompt = {"prompt_token_ids": [40 + n % 7 for n in range(40)]}
+    plan = make_plan(folder, splits, batch=2, prompt_len=40, gen_len=20, **how)
+    asked = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    more = {"speculate": drafts, "gamma": 3} if drafts else {}
+    with LLM(plan=plan, backend="threads", **more) as llm:
+        found = llm.generate(prompt, asked)[0].outputs[0].token_ids
+        scored = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=5)
+        rows = llm.generate(prompt, scored)[0].outputs[0].logprobs
+    assert found == wanted
+    suppressed = json.loads((folder / "generation_config.json").read_text())["suppress_tokens"]
+    assert not any(set(suppressed) & set(row) for row in rows)
+    assert "no_repeat_ngram_size=3: not obeyed" in caplog.text
+    with LLM(plan=plan, backend="threads", generation_config="vllm") as llm:
+        assert llm.generate(prompt, asked)[0].outputs[0].token_ids != wanted

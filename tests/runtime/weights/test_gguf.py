@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -247,6 +249,56 @@ GEMMA_4_SAYS: dict[str, Any] = {
     "attention.shared_kv_layers": 0,
     "embedding_length_per_layer_input": 0,
 }
+GEMMA_3N: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "intermediate_size": [96, 128, 96, 128],
+    "sliding_window": 6,
+    "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2],
+    "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 150,
+    "altup_num_inputs": 4,
+    "altup_active_idx": 0,
+    "laurel_rank": 6,
+    "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0],
+    "final_logit_softcapping": 3.0,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    },
+}
+GEMMA_3N_SAYS: dict[str, Any] = {
+    "attention.sliding_window": 6,
+    "attention.sliding_window_pattern": [True, True, False, False],
+    "attention.shared_kv_layers": 1,
+    "rope.freq_base_swa": 1e3,
+    "altup.active_idx": 0,
+    "altup.num_inputs": 4,
+    "embedding_length_per_layer_input": 8,
+    "activation_sparsity_scale": [NormalDist().inv_cdf(0.95), 0.0, -math.inf, -math.inf],
+    "final_logit_softcapping": 3.0,
+}
+LLAMA_4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "intermediate_size": 40,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "interleave_moe_layer_step": 2,
+    "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0}
+    | {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+}
+LLAMA_4_SAYS: dict[str, Any] = {
+    "feed_forward_length": 80,
+    "expert_feed_forward_length": 40,
+    "expert_count": 6,
+    "expert_used_count": 2,
+    "interleave_moe_layer_step": 2,
+    "leading_dense_block_count": 0,
+}
 SECTIONS = {"rope.dimension_sections": [11, 11, 10, 0]}
 KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     # What it is: Transformers' class, the file's architecture, config, metadata beside the common.
@@ -418,6 +470,26 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
             "attention.shared_kv_layers": 2,
             "feed_forward_length": [96, 96, 192, 192],
             "embedding_length_per_layer_input": 32,
+        },
+    ),
+    "gemma3n": ("Gemma3nText", "gemma3n", GEMMA_3N, GEMMA_3N_SAYS),
+    "llama4": ("Llama4Text", "llama4", LLAMA_4, LLAMA_4_SAYS),
+    "llama4 without norms of heads": (
+        "Llama4Text",
+        "llama4",
+        {
+            **LLAMA_4,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        {
+            **LLAMA_4_SAYS,
+            "expert_count": 128,
+            "expert_used_count": 1,
+            "interleave_moe_layer_step": 1,
         },
     ),
     "granitehybrid": ("GraniteMoeHybrid", "granitehybrid", GRANITE_4, GRANITE_4_SAYS),
@@ -714,6 +786,14 @@ def converted(model: Any, kind: str) -> dict[str, Tensor]:
         above_one = ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
         if arch in above_one and name.endswith("norm.weight"):
             tensor = tensor + 1
+        streams = re.fullmatch(r"model\.(altup_\w+)\.\d+\.weight", name)
+        if streams:
+            stored = table.get_name(f"model.{streams[1]}") + ".weight"
+            rows = found.get(stored, torch.empty(0, *tensor.shape))
+            found[stored] = torch.cat((rows, tensor[None]))
+            continue
+        if arch == "llama4" and ".experts." in name:  # stored as [in, out]
+            tensor = tensor.transpose(1, 2)
         if name.endswith("experts.gate_up_proj") and kind == IN_ONE:
             found[f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight"] = tensor
         elif name.endswith("experts.gate_up_proj") and arch != "gemma4":
