@@ -334,6 +334,8 @@ class Cluster(FileForm):
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read a cluster YAML; `ValueError` names the file, the key and the nearest valid one."""
+        if not str(path).strip():
+            raise ValueError("the name of a cluster file is empty")
         try:
             data = yaml.safe_load(Path(path).read_text())
         except FileNotFoundError:

@@ -129,6 +129,8 @@ def check_writable(path: str | Path) -> None:
 
 def read_json(path: str | Path) -> object:
     """Read a JSON file; `ValueError` if it is missing or not JSON (a pickle, say)."""
+    if not str(path).strip():
+        raise ValueError("the name of a JSON file is empty")
     try:
         return json.loads(Path(path).read_text())
     except FileNotFoundError:

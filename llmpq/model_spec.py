@@ -18,8 +18,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from llmpq.checkpoints.adapters import adapter_beside
 from llmpq.checkpoints.gguf_file import is_gguf
-from llmpq.checkpoints.hub import name_of
+from llmpq.checkpoints.hub import name_of, require_named
 from llmpq.checkpoints.model_config import read_config, spec_fields, with_stored_head
 from llmpq.errors import unknown_name
 from llmpq.families.common.spec_values import (
@@ -234,6 +235,10 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = field(default=(), compare=False)
     suppressed: tuple[int, ...] = field(default=(), compare=False)
     """Tokens that are never chosen (generation_config.json's `suppress_tokens`)."""
+
+    def left_out_notes(self) -> list[str]:
+        """Return what is said of each part that is not run."""
+        return [f"left out: {part}" for part in self.left_out]
 
     def linears(self) -> tuple[LinearShape, ...]:
         """Return the fused matrices of a decoder layer: qkv, o, up (or gate and up) and down.
@@ -603,10 +608,12 @@ class ModelSpec:
         """Read `config.json` of a local Hugging Face model directory, or a GGUF file's metadata."""
         config = read_config(path)
         try:
-            return cls.from_config(with_stored_head(config, path), name=name_of(path))
+            spec = cls.from_config(with_stored_head(config, path), name=name_of(path))
         except ValueError as error:
             said = str(error).replace("config.json", "its metadata") if is_gguf(path) else error
             raise ValueError(f"'{path}': {said}") from None
+        adapter = adapter_beside(Path(path))
+        return spec if adapter is None else replace(spec, left_out=(*spec.left_out, adapter))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> ModelSpec:
@@ -635,6 +642,7 @@ class ModelSpec:
     @classmethod
     def by_name(cls, name: str, size: str | None = None) -> ModelSpec:
         """Return a built-in spec: `opt-30b`, `Qwen/Qwen3-32B`, or the paper's `opt` and `30b`."""
+        require_named(name)
         full = f"{name}-{size}" if size else name
         known, found = builtin_configs(), builtin_name(full)
         if found is None:

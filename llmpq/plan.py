@@ -523,6 +523,18 @@ class Plan(FileForm):
         """The devices of all stages, in order, each as a stage that has its layers alone."""
         return tuple(place for stage in self.stages for place in stage.members)
 
+    @property
+    def compared_with(self) -> str:
+        """Which plans the solver's bound is of, in words."""
+        grouped = any(stage.shares for stage in self.stages)
+        return f"pipelines with {'these groups' if grouped else 'a device a stage'}"
+
+    @property
+    def known_as(self) -> str:
+        """How good the solver knows the plan to be; where it is optimal, of which plans."""
+        status = self.solver.status
+        return f"optimal of {self.compared_with}" if status == "optimal" else status
+
     def with_memory(self, memory: Sequence[MemoryForm | None]) -> Plan:
         """Return the plan with the memory of each of its `workers`."""
         stages = list(self.stages)

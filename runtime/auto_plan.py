@@ -21,7 +21,7 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs, store_costs
 from llmpq.default_dtype import default_dtype, require_dtype
-from llmpq.devices.joined_devices import one_group
+from llmpq.devices.joined_devices import crowded_notes, one_group
 from llmpq.devices.this_machine import assumed, this_machine, useful_threads
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.gpu_memory import cluster_within
@@ -115,6 +115,8 @@ def plan_job(
     spec = spec or ModelSpec.from_directory(model_dir)
     if options.tensor_parallel_size is not None and options.tensor_parallel_size > 1:
         cluster = one_group(cluster, options.tensor_parallel_size, spec)
+        for note in crowded_notes(cluster):
+            _log.warning("%s", note.removeprefix("warning: "))
     if options.profile:
         if options.ray_address is not None:
             raise ValueError(
@@ -145,6 +147,8 @@ def plan_job(
             "the output matrix is rounded to 8 bits on this CPU; 16 bits take more memory and "
             "time: head_bits=16 (--head-bits 16)"
         )
+    said = spec.left_out_notes()  # of every model that is run, whatever its plan
+    made = replace(made, notes=tuple(note for note in made.notes if note not in said))
     return made.with_notes([*assumed(cluster), *notes])
 
 

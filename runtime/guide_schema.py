@@ -69,6 +69,40 @@ def followable(schema: Schema, knows_format: Callable[[str], bool]) -> Schema:
     return root
 
 
+def other_than_object(schema: Schema) -> str | None:
+    """Return what a schema holds its values to where none of them is an object; None elsewhere.
+
+    Every reference is followed once.
+    """
+    followed: set[str] = set()
+
+    def of(node: Any, level: int) -> str | None:
+        if node is False:
+            return "false"
+        if not isinstance(node, Mapping) or level > _DEEPEST:
+            return None
+        kinds = node.get("type")
+        if kinds is not None and "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            return f"type {kinds!r:.100}"
+        values = [node["const"]] if "const" in node else node.get("enum")
+        if isinstance(values, list) and not any(isinstance(value, dict) for value in values):
+            return f"values {values!r:.100}"
+        parts, pointer = _listed(node, "allOf"), node.get("$ref")
+        if isinstance(pointer, str) and pointer not in followed:
+            followed.add(pointer)
+            parts = [*parts, _at(schema, pointer)]
+        for part in parts:
+            if (found := of(part, level + 1)) is not None:
+                return found
+        for key in ("anyOf", "oneOf"):
+            each = [of(part, level + 1) for part in _listed(node, key)]
+            if each and None not in each:
+                return " or ".join(dict.fromkeys(map(str, each)))
+        return None
+
+    return of(schema, 0)
+
+
 def in_our_terms(said: str) -> str:
     """Return what llguidance says of a guide as one sentence about what the user wrote."""
     text = " ".join(said.split("<state>")[0].split("\n   1 |")[0].split())

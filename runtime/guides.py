@@ -12,7 +12,7 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
 from pathlib import Path
@@ -21,7 +21,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.checkpoints.tokenizer_files import backend_json, without_special_names
+from llmpq.checkpoints.tokenizer_files import (
+    backend_json,
+    with_replaced_spaces,
+    without_special_names,
+)
 from llmpq.errors import GuideError
 from llmpq.runtime.guide_schema import Schema, followable, in_our_terms
 from llmpq.runtime.token_rules import Guide, Thought
@@ -72,7 +76,7 @@ class GrammarCompiler:
                 f"a {_SAYS.get(guide.kind, guide.kind)} of {len(guide.text)} characters is too "
                 f"long; {_LONGEST} are followed"
             )
-        why = self._lack(guide)
+        why = self._unwritten(guide) or self._lack(guide)
         if why is None:
             return
         what = f"the {_SAYS.get(guide.kind, guide.kind)}"
@@ -82,6 +86,16 @@ class GrammarCompiler:
                 what, why = f"the parameters of the tool {name!r:.100}", own
                 break
         raise GuideError(f"{what} cannot be followed: {why}")
+
+    def _unwritten(self, guide: Guide) -> str | None:
+        """Return what a guide asks for that the tokenizer writes as a space, None for nothing."""
+        mark = self._space_mark
+        if not mark or not any(mark in text for text in _literals(guide)):
+            return None
+        return (
+            f"it asks for {mark} (U+{ord(mark[0]):04X}), which this model's tokenizer writes as a "
+            "space; ask for a space"
+        )
 
     def _lack(self, guide: Guide) -> str | None:
         """Return why no text can follow a guide, None if it takes a first token."""
@@ -133,6 +147,14 @@ class GrammarCompiler:
         return _Beside()
 
     @cached_property
+    def _space_mark(self) -> str:
+        """The character that the tokenizer has for a space, none where it is the space itself."""
+        try:
+            return with_replaced_spaces(backend_json(self._path))[1]
+        except (OSError, ValueError):
+            return ""  # said where the guide is compiled
+
+    @cached_property
     def _tokenizer(self) -> Any:
         return self._read(without_special_names)
 
@@ -143,7 +165,7 @@ class GrammarCompiler:
     def _read(self, changed: Callable[[str], str]) -> Any:
         """Return the model's tokenizer as llguidance takes it, its JSON `changed`."""
         try:
-            text = changed(backend_json(self._path))
+            text, _ = with_replaced_spaces(changed(backend_json(self._path)))
             # Versions before 1.7 take one end only.
             ends = self._end_ids[0] if len(self._end_ids) == 1 else self._end_ids
             return _llguidance().LLTokenizer(text, n_vocab=self._vocab, eos_token=ends)
@@ -322,6 +344,32 @@ class Automaton:
                 stopped = matcher.is_stopped()
             self._taken.append(token)
         return matcher
+
+
+def _literals(guide: Guide) -> Iterator[str]:
+    """Yield the texts that an answer to a guide may have to have as they are."""
+    if guide.kind == "choice":
+        yield from json.loads(guide.text)
+    elif guide.kind == "json":
+        yield from _named_values(json.loads(guide.text))
+    elif guide.kind == "calls":
+        for name, schema in json.loads(guide.text):
+            yield name
+            yield from _named_values(schema)
+    else:
+        yield guide.text
+
+
+def _named_values(schema: Any) -> Iterator[str]:
+    """Yield the names of a JSON schema's properties, and its constants, as JSON."""
+    if isinstance(schema, Mapping):
+        yield from schema.get("properties") or ()
+        for key in ("const", "enum", "pattern"):
+            if key in schema:
+                yield json.dumps(schema[key], ensure_ascii=False)
+    for inner in schema.values() if isinstance(schema, Mapping) else schema:
+        if isinstance(inner, Mapping | list):
+            yield from _named_values(inner)
 
 
 def _first_of(mask: bytes) -> int:

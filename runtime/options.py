@@ -53,6 +53,8 @@ _TEXTS = (
 )
 PLANNING = ("prefer", "profile", "dtype", "max_num_seqs", "head_bits", "tensor_parallel_size")
 """Fields that only matter where the plan is made here: a given plan states them."""
+STATED = ("dtype", "head_bits", "tensor_parallel_size")
+"""Those of which a plan's file has the value: the same one changes nothing beside it."""
 
 
 @dataclass(frozen=True, kw_only=True)

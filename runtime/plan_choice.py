@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import absolute, at_revision, local_model
@@ -73,16 +74,15 @@ def choose_plan(
             raise
         missing = f"the plan names it so, and there is no '{absolute(model)}'"
         raise ValueError(f"{error}; {missing}") from None
+    for note in spec.left_out_notes():
+        _log.warning("'%s': %s", directory, note)
     if given is None:
         known = devices_of(options)
         options = replace(options, cluster=known)
         given = _made(directory, spec, known, options)
     else:
         given.require_model(spec)
-        default = EngineOptions()
-        for name in PLANNING:
-            if getattr(options, name) != getattr(default, name):
-                raise ValueError(f"{name} has no effect with plan=, which says it; leave it out")
+        options = _as_planned(options, given)
         _max_len(spec, options)
         given = plan_within(given, options.gpu_memory_utilization)
         if options.cluster is not None:
@@ -97,6 +97,31 @@ def choose_plan(
         mtp=has_mtp_head(directory if options.load_format == "auto" else None, spec),
     )
     return Chosen(directory=directory, spec=spec, plan=given, options=options)
+
+
+def _as_planned(options: EngineOptions, plan: Plan) -> EngineOptions:
+    """Return the options without those that a plan says, where they say the same.
+
+    `ValueError` for one that says something else, or that only a planner heeds.
+    """
+    sizes = sorted({len(stage.members) for stage in plan.stages})
+    said: dict[str, Any] = {
+        "dtype": plan.workload.dtype,
+        "head_bits": plan.settings().head_bits,
+        "tensor_parallel_size": sizes[0] if len(sizes) == 1 else None,
+    }
+    default = EngineOptions()
+    for name in PLANNING:
+        value = getattr(options, name)
+        if value == getattr(default, name) or value == said.get(name):
+            continue
+        if name not in said:
+            raise ValueError(f"{name} has no effect with plan=, which says it; leave it out")
+        own = " and ".join(map(str, sizes)) if name == "tensor_parallel_size" else said[name]
+        raise ValueError(
+            f"{name}={value!r} is not what plan= says, {own}; leave it out, or plan again"
+        )
+    return replace(options, **{name: getattr(default, name) for name in PLANNING})
 
 
 def _given(plan: object) -> Plan | None:
@@ -121,18 +146,7 @@ def read_model(model: str | Path, options: EngineOptions) -> tuple[Path, ModelSp
     if random and not is_model(model) and ("/" not in name or builtin_name(name) is not None):
         return Path(name), ModelSpec.by_name(name)
     directory = local_model(at_revision(model, options.revision), config_only=random)
-    spec = ModelSpec.from_directory(directory)
-    has_weights = any(directory.glob("model*.safetensors"))
-    for adapter in ("adapter_model.safetensors", "adapter_config.json"):
-        if has_weights and (directory / adapter).exists():
-            _log.warning(
-                "'%s' has an adapter beside the model (%s), which is not applied: merge it "
-                "into the model, with peft's merge_and_unload say",
-                directory,
-                adapter,
-            )
-            break
-    return directory, spec
+    return directory, ModelSpec.from_directory(directory)
 
 
 def _made(directory: Path, spec: ModelSpec, known: Cluster, options: EngineOptions) -> Plan:
@@ -140,7 +154,7 @@ def _made(directory: Path, spec: ModelSpec, known: Cluster, options: EngineOptio
     cpus = all(device.spec.is_cpu for device in known.devices)
     max_len = _max_len(spec, options)
     rows = ROWS[cpus] if options.max_num_seqs is None else options.max_num_seqs
-    stored = quantization_of(directory) is not None
+    stored = is_model(directory) and quantization_of(directory) is not None
     alone = options.tensor_parallel_size in (None, 1) and not options.profile
     one = len(known.devices) == 1 and alone
     if one and not stored and options.prefer in (None, "quality") and options.head_bits != 8:
@@ -149,7 +163,7 @@ def _made(directory: Path, spec: ModelSpec, known: Cluster, options: EngineOptio
             return whole
     dtype = dtype_of(spec, options, known)
     work = requests_of(rows, max_len, kv=kv_of(options), dtype=dtype)
-    made = plan_job(directory, known, work, options)
+    made = plan_job(directory, known, work, options, spec=spec)
     for note in made.notes:
         _log.info("%s", note)
     return made.plan

@@ -132,7 +132,8 @@ def _file_at(path: Path) -> Path | None:
 def is_model(path: str | Path) -> bool:
     """Whether a path is a model on this machine: a directory, or a GGUF file."""
     try:
-        return Path(path).is_dir() or is_gguf(path)
+        named = bool(str(path).strip())  # Path("") is the folder that one is in
+        return named and (Path(path).is_dir() or is_gguf(path))
     except (OSError, ValueError):
         return False
 

@@ -29,10 +29,20 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What a run needs."""
 
 
+def require_named(model: str | Path) -> None:
+    """Raise `ValueError` for a model whose name is empty, as where a variable is not set."""
+    if not str(model).strip():
+        raise ValueError(
+            "the model's name is empty: expected a directory, a GGUF file, or a name such as "
+            "Qwen/Qwen3-0.6B"
+        )
+
+
 def at_revision(model: str | Path, revision: str | None) -> str:
     """Return what a model of the hub is called at a revision; `ValueError` for any other model."""
     if revision is None:
         return str(model)
+    require_named(model)
     if is_model(model):
         where = "which is on this machine"
     elif not _NAME.fullmatch(str(model)):
@@ -51,6 +61,7 @@ def local_model(model: str | Path, *, config_only: bool = False) -> Path:
 
     `ValueError` says in one sentence why there is none, and what to type.
     """
+    require_named(model)
     if is_model(model):
         return absolute(model)
     broken = broken_link(Path(model))

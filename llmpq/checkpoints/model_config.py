@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmpq.checkpoints.adapters import adapter_instead
 from llmpq.checkpoints.gguf_config import config_of_gguf
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.tensor_names import tensor_names
@@ -37,7 +38,7 @@ from llmpq.families.not_run import (
     no_language_model,
 )
 from llmpq.families.record import Family
-from llmpq.file_form import broken_link, read_json
+from llmpq.file_form import broken_link
 
 BOOKKEEPING = frozenset(
     [
@@ -234,7 +235,7 @@ def _unknown_family(model_type: str, config: Config, inner: Config) -> ValueErro
     text = section(config, "text_config") or {}
     text_type = str(text.get("model_type", ""))
     runs = text_type in BY_MODEL_TYPE
-    feature = lacking(model_type, {**config, **text, **inner}, text_type, text_is_run=runs)
+    feature = lacking(model_type, {**config, **text, **inner}, text_type)
     if feature is None and runs:
         feature = f"{WITHOUT_EQUATION}; '{text_type}' inside is run if saved as a model of its own"
     elif feature is None:
@@ -416,17 +417,9 @@ def other_form(path: Path) -> str | None:
     broken = next(filter(None, map(broken_link, files)), None)
     if broken is not None:
         return broken
-    described = path / "adapter_config.json"
-    if described.is_file():
-        adapter = read_json(described)
-        base = adapter.get("base_model_name_or_path") if isinstance(adapter, dict) else None
-        of = f" of '{shortened(str(base))}'" if base else ""
-        kind = str(adapter.get("peft_type") or "LORA") if isinstance(adapter, dict) else "LORA"
-        name = "LoRA" if kind == "LORA" else shortened(kind)
-        return (
-            f"'{path}' is a {name} adapter{of}, not a model: merge it into its model (peft: "
-            "merge_and_unload, then save_pretrained) and give that directory"
-        )
+    adapter = adapter_instead(path)
+    if adapter is not None:
+        return adapter
     for pattern, whose in THEIR_OWN.items():
         held = sorted(path.glob(pattern))
         if held:

@@ -74,3 +74,24 @@ def without_special_names(tokenizer: str) -> str:
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     return json.dumps(stored)
+
+
+def with_replaced_spaces(tokenizer: str) -> tuple[str, str]:
+    """Return a `tokenizer.json`, and the character that it writes as a space (none: empty).
+
+    SentencePiece's vocabularies have U+2581 for a space. llguidance knows that by a decoder that
+    replaces it; of Transformers 5's Metaspace, which does the same, it takes the pieces as they
+    are.
+    """
+    stored = json.loads(tokenizer)
+    decoder = stored.get("decoder") or {}
+    steps = decoder.get("decoders") or [decoder]
+    metaspace = next((step for step in steps if step.get("type") == "Metaspace"), None)
+    if metaspace is None:
+        replaced = [s for s in steps if s.get("type") == "Replace" and s.get("content") == " "]
+        return tokenizer, next((str(s["pattern"].get("String", "")) for s in replaced), "")
+    mark = str(metaspace.get("replacement", "\u2581"))
+    replace = {"type": "Replace", "pattern": {"String": mark}, "content": " "}
+    others = [step for step in steps if step is not metaspace]
+    stored["decoder"] = {"type": "Sequence", "decoders": [replace, *others, {"type": "Fuse"}]}
+    return json.dumps(stored), mark

@@ -62,6 +62,21 @@ def joined(cluster: Cluster, shares: Sequence[int], spec: ModelSpec) -> Cluster:
     return cluster.grouped(devices)
 
 
+def crowded_notes(cluster: Cluster) -> list[str]:
+    """Say which CPUs have fewer threads than the processes that share their stages."""
+    found = []
+    for device in cluster.devices:
+        asked = sum(part.threads or 0 for part in device.joined)
+        if device.threads is not None and asked > device.threads:
+            has = f"{device.threads} thread{'s' * (device.threads != 1)}"
+            cpu = device.joined[0].name.rpartition(".")[0]
+            found.append(
+                f"warning: {len(device.joined)} processes share {cpu}, which has {has}: "
+                "each waits for the others' turns; a smaller tensor parallel size is quicker"
+            )
+    return found
+
+
 def one_group(cluster: Cluster, size: int, spec: ModelSpec) -> Cluster:
     """Return the first devices that are `size` of one node and alike, as the only device."""
     whole = joined(cluster, (1,) * size, spec)

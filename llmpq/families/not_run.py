@@ -60,7 +60,7 @@ SIGNS = (
     (("hidden_size_per_layer_input",), "per-layer embeddings"),
     (("attention_k_eq_v",), "values that are the layer's keys"),
     (("enable_moe_block",), "a mixture of experts beside each layer's MLP"),
-    (("index_topk",), "sparse attention over chosen tokens"),
+    (("index_topk", "sparse_attention_config"), "sparse attention over chosen tokens"),
 )
 """Keys of a config that tell what a family needs, listed or not."""
 
@@ -70,15 +70,10 @@ KINDS_OF_LAYERS = {
     "recurrent": RECURRENT,
     "conv": RECURRENT,
     "chunked_attention": "attention in chunks",
+    "0": RECURRENT,  # in MiniMax's attn_type_list, where 1 is softmax attention
 }
-"""A value of `layer_types` -> what it needs."""
-
-OWN_FORMS = (
-    (("kv_lora_rank",), "this family's form of latent attention"),
-    (("num_experts", "num_local_experts", "n_routed_experts"), "this family's mixture of experts"),
-)
-"""Keys that tell something where nothing else does."""
-
+"""A value of `LAYER_LISTS` -> what it needs."""
+LAYER_LISTS = ("layer_types", "attn_type_list")
 
 DRAFT_HEADS = ("draft_vocab_size", "eagle_config", "dflash_config")
 """Keys of layers that draft for another model: they have no tokens of their own."""
@@ -106,21 +101,18 @@ def no_language_model(config: Config) -> str | None:
     return None
 
 
-def lacking(
-    model_type: str, config: Config, text_type: str = "", *, text_is_run: bool = False
-) -> str | None:
+def lacking(model_type: str, config: Config, text_type: str = "") -> str | None:
     """Return the features that a family needs and llmpq lacks, None where nothing tells.
 
+    What llmpq runs of other families (experts, latent attention) is no lack of this one's.
     `text_type`: the `model_type` of the language model inside, where it has one of its own.
     """
     kinds = (model_type, text_type.removesuffix("_text"), model_type.removesuffix("_text"))
     found = [FEATURE_OF[kind] for kind in kinds if kind in FEATURE_OF]
-    found += _signs(config, SIGNS)
-    layers = config.get("layer_types")
-    if isinstance(layers, list):
-        found += [KINDS_OF_LAYERS[str(kind)] for kind in layers if str(kind) in KINDS_OF_LAYERS]
-    if not found and not text_is_run:
-        found = _signs(config, OWN_FORMS)
+    found += _signs(config)
+    for layers in map(config.get, LAYER_LISTS):
+        if isinstance(layers, list):
+            found += [KINDS_OF_LAYERS[str(kind)] for kind in layers if str(kind) in KINDS_OF_LAYERS]
     found = list(dict.fromkeys(found))
     if any(kind in FEATURE_OF for kind in kinds):  # whose own features are named
         found = [one for one in found if one != RECURRENT]
@@ -128,5 +120,13 @@ def lacking(
     return ", and ".join(own) or None
 
 
-def _signs(config: Config, signs: tuple[tuple[tuple[str, ...], str], ...]) -> list[str]:
-    return [says for keys, says in signs if any(is_given(config.get(key)) for key in keys)]
+def _signs(config: Config) -> list[str]:
+    return [says for keys, says in SIGNS if any(_is_on(config.get(key)) for key in keys)]
+
+
+def _is_on(value: object) -> bool:
+    """Whether a key switches something on; a section may switch itself off (`use_...`: false)."""
+    off = isinstance(value, dict) and any(
+        key.startswith("use_") and one is False for key, one in value.items()
+    )
+    return is_given(value) and not off

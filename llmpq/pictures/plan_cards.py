@@ -229,8 +229,8 @@ def plan_outcome(plan: Plan) -> str:
         how = "estimated" if plan.predicted.estimated else "predicted"
         said.append(f"{plan.predicted.output_tokens_per_s:.0f} tokens/s {how}")
     if plan.solver.gap is not None:
-        said.append(plan.solver.status)
-    return ", ".join(said) or plan.solver.status
+        said.append(plan.known_as)
+    return ", ".join(said) or plan.known_as
 
 
 def memory_text(stage: StagePlan) -> str:

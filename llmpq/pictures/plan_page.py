@@ -145,10 +145,10 @@ def headline_numbers(plan: Plan) -> str:
         "first token of all": f"{predicted.prefill_s:.3f} s",
         "whole job": f"{predicted.total_s:.3f} s",
         "quality loss": shown_loss(predicted.sum_omega),
-        "known to be": plan.solver.status,
+        "known to be": plan.known_as,
     }
     if plan.solver.gap is not None and plan.solver.status != "optimal":
-        named["above the best by at most"] = f"{plan.solver.gap:.2%}"
+        named[f"above the best of {plan.compared_with} by at most"] = f"{plan.solver.gap:.2%}"
     return numbers(named)
 
 

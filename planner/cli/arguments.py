@@ -306,13 +306,18 @@ def _limits(section: Section) -> None:
     )
     section.flag("--prefill-microbatch", type=int, help="fix the prefill micro-batch")
     section.flag("--decode-microbatch", type=int, help="fix the decode micro-batch")
-    section.flag("--symmetric", action="store_true", help="symmetric weight quantisation")
-    section.flag("--weight-group-size", type=int, help=GROUP_SIZES)
-    section.flag("--head-bits", type=int, choices=(8, 16), help=HEAD_BITS)
+    _add_rounding(section)
     section.flag(
         "--cpu-activations", choices=("exact", "int8"), default="exact", help=CPU_ACTIVATIONS
     )
     section.flag("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, at most 128)")
+
+
+def _add_rounding(section: Section) -> None:
+    """Declare how matrices are rounded, which decides their bytes."""
+    section.flag("--symmetric", action="store_true", help="symmetric weight quantisation")
+    section.flag("--weight-group-size", type=int, help=GROUP_SIZES)
+    section.flag("--head-bits", type=int, choices=(8, 16), help=HEAD_BITS)
 
 
 def _one_pipeline(flag: str) -> Only:
@@ -342,7 +347,10 @@ def _how_to_solve(section: Section) -> None:
     )
     gap = "relative gap to prove, 0 to 1 (1e-6)"
     section.flag("--gap", also=("--ilp-tolerance",), type=float, default=1e-6, help=gap)
-    seconds = "seconds, or inf (60)"
+    seconds = (
+        "seconds that the search may take, or inf (60): of the clock; where engines are compared "
+        "for a batch, of the processor"
+    )
     section.flag("--time-limit", also=("--ilp-time-limit",), type=float, default=60.0, help=seconds)
     section.flag(
         "--speculate",
@@ -414,6 +422,7 @@ def fits_parser() -> CommandParser:
     quality = parser.section("precision")
     quality.flag("--bits", daily=True, help=bits)
     quality.flag("--kv", also=("--kv-cache-dtype",), daily=True, help=kv)
+    _add_rounding(quality)
     as_planned = "default: as llmpq-algo plan"
     quality.flag("--dtype", type=full_dtype, choices=DTYPES, default="auto", help=as_planned)
     quality.flag("--omega-file", metavar="FILE", help="measured quality loss, else a guess")

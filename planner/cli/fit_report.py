@@ -206,6 +206,9 @@ def plan_request(request: FitsRequest) -> PlanRequest:
         "batch",
         "dtype",
         "bits",
+        "symmetric",
+        "weight_group_size",
+        "head_bits",
         "reserve",
         "costs",
         "omega_file",
@@ -311,6 +314,8 @@ def _weights(p: Problem) -> str:
 def _load(p: Problem, context: int, found: _Counted | None) -> BatchFit:
     """Return the longest context of a batch, and its times at the context asked for."""
     longest = longest_context(p, max(p.spec.max_positions, context))
+    if found is not None:  # by a search where counting finds less
+        longest = max(longest, context)
     load = BatchFit(batch=p.workload.batch, longest_context=longest)
     found = found or (quick_plan(p) if longest >= context else None)
     return load if found is None else replace(load, **_times(*found))

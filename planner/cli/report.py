@@ -295,18 +295,17 @@ def quality_of(plan: Plan) -> str:
     if solver.value is None:
         return solver.status
     if solver.prefer is not None and solver.status == "optimal":
-        grouped = any(stage.shares for stage in plan.stages)
-        what = "these groups" if grouped else "a device a stage"
-        proof = f"no pipeline with {what} is faster without losing more quality"
-        return f"--prefer {solver.prefer}, proven optimal: {proof}"
+        proof = f"proven {plan.known_as}: none is faster without losing more quality"
+        return f"--prefer {solver.prefer}, {proof}"
     how = f"theta {solver.theta:.4g}, {solver.objective}"
     how = how if solver.prefer is None else f"--prefer {solver.prefer}: {how}"
     value = f"objective {solver.value:.6g} ({how})"
     if solver.gap is None:
         return f"{value}, no bound"
     if solver.status == "optimal":
-        return f"{value}, proven optimal"
-    above = f"{value}, at most {solver.gap:.2%} above the optimum (bound {solver.bound:.6g})"
+        return f"{value}, proven {plan.known_as}"
+    best = f"the best of {plan.compared_with} (bound {solver.bound:.6g})"
+    above = f"{value}, at most {solver.gap:.2%} above {best}"
     if STEP_BY_STEP in solver.note:
         return f"{above}: the bound takes a stage's mean time over all chunks and tokens"
     return above

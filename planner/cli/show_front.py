@@ -220,15 +220,19 @@ def coverage(front: ListedFront) -> str:
     count = f"{listed} point{'s' * (listed != 1)}"
     if front.left_out:
         count += f" ({front.left_out} that buy nothing not shown)"
+    # Where groups were asked for (--tensor-parallel 2), some plan has them.
+    of = next((plan for plan in front.plans if any(s.shares for s in plan.stages)), None)
+    of = of or next(iter(front.plans), None)
+    whose = "" if of is None else f" of {of.compared_with}"
     if front.complete:
-        return f"{count}, proven to be the whole front"
+        return f"{count}, proven to be the whole front{whose}"
     if not math.isfinite(front.width):
-        return f"{count}; what lies between them is not proven; give a longer --time-limit"
+        return f"{count}{whose}; what lies between them is not proven; give a longer --time-limit"
     share = f"{front.width:.2%}"
     return (
-        f"{count}; proven: for every plan there is one of these that is at most {share} slower "
-        f"without more loss, or no slower with at most {share} more loss; for a finer "
-        "list give more --pareto-points or a longer --time-limit"
+        f"{count}{whose}; proven: for every such plan there is one of these that is at most "
+        f"{share} slower without more loss, or no slower with at most {share} more loss; for a "
+        "finer list give more --pareto-points or a longer --time-limit"
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, product
 
 import numpy as np
@@ -16,7 +17,6 @@ from llmpq.planner.costs.stage_memory import DENSE, MIXED, PACKED, sort_of_stage
 from llmpq.planner.problem.numbers import small_chunks
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
-from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 
 def fits(p: Problem, a: Assignment) -> bool:
@@ -77,18 +77,10 @@ def in_each_chunk(p: Problem) -> list[Problem]:
 def longest_context(p: Problem, most: int) -> int:
     """Return the longest context at which a job fits, `most` at most; 0 where none does.
 
-    Prompt and answer together, in whole blocks of the KV cache.
+    Prompt and answer together: the last token of it is never cached.
     """
-
     base = p.prepared()
-
-    def fits(blocks: int) -> bool:
-        return fits_context(base, min(blocks * BLOCK_TOKENS, most))
-
-    whole = -(-most // BLOCK_TOKENS)
-    if fits(whole):
-        return most
-    return BLOCK_TOKENS * largest(fits, whole)
+    return most if fits_context(base, most) else largest(partial(fits_context, base), most)
 
 
 def fits_context(p: Problem, tokens: int) -> bool:

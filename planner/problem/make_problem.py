@@ -21,7 +21,7 @@ from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs
 from llmpq.default_dtype import default_dtype, dtype_note, require_dtype
 from llmpq.devices.cpu_rates import CpuRates
-from llmpq.devices.joined_devices import joined
+from llmpq.devices.joined_devices import crowded_notes, joined
 from llmpq.devices.this_machine import assumed, is_this_machine
 from llmpq.memory import CpuActivations, Quantization
 from llmpq.model_spec import ModelSpec
@@ -242,6 +242,7 @@ def make_problem(
         + _not_run(spec, cluster, workload)
         + _left_to_the_class(path, spec)
         + _tokenizer_lack(path)
+        + crowded_notes(built.problem.cluster)
         + [*built.notes]
         + built.cost_notes(workload)
     )
@@ -264,7 +265,7 @@ def _with_prompt_of_context(request: PlanRequest) -> PlanRequest:
 
 def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]:
     """Return what of the model is left out, and what this version's runtime does not run yet."""
-    notes = [f"left out: {part}" for part in spec.left_out]
+    notes = spec.left_out_notes()
     if spec.recurrent is not None:
         packed = workload.kv is not KVPrecision.KV16
         if packed:

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, replace
 
 from llmpq.checkpoints.gguf_file import is_model
-from llmpq.checkpoints.hub import local_model
+from llmpq.checkpoints.hub import local_model, require_named
 from llmpq.cluster import Cluster, Device, DeviceGroup, Node
 from llmpq.devices.device_list import DeviceList, read_devices, which_version
 from llmpq.devices.device_spec import canonical_kind
@@ -41,8 +41,9 @@ def read_model(request: ModelRequest) -> NamedModel:
         raise ValueError("give either --model or --model-name with --model-size, not both")
     if request.model_name:
         return _builtin(request.model_name, request.model_size)
-    if not request.model:
+    if request.model is None:
         raise ValueError("--model is missing: a Hugging Face directory, or a name such as opt-30b")
+    require_named(request.model)
     if is_model(request.model):
         path = str(request.model)
         return NamedModel(spec=ModelSpec.from_directory(path), path=path, source=path)

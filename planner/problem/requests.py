@@ -134,6 +134,9 @@ class FitsRequest(DevicesRequest):
     dtype: Any = "auto"
     bits: str | None = None
     kv: str | None = None
+    symmetric: bool = False
+    weight_group_size: int | None = None
+    head_bits: Literal[8, 16] | None = None
     reserve: str | None = None
     gpu_memory_utilization: float | None = None
     costs: str | None = None

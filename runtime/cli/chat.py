@@ -158,7 +158,7 @@ def _open(options: ChatOptions) -> LLM:
         raise ValueError("no model to talk to; give its directory: llmpq-dist chat DIR")
     planned = options.plan is not None
     return LLM(
-        options.directory or options.model,
+        options.model if options.directory is None else options.directory,
         plan=load_plan(str(options.plan)) if planned else None,
         options=options.engine,
         max_num_seqs=None if planned else 1,

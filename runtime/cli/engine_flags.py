@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from llmpq.commands.command_line import Only, Section, token_count
-from llmpq.runtime.options import PLANNING, Deadlines, EngineOptions, choices, field_docs
+from llmpq.runtime.options import PLANNING, STATED, Deadlines, EngineOptions, choices, field_docs
 
 _TOKENS = ("max_model_len", "max_num_batched_tokens")
 _VALUES = {
@@ -54,7 +54,7 @@ def add_engine_flags(
     for name in names:
         default = defaults.get(name, getattr(usual, name))
         flag, options = "--" + name.replace("_", "-"), dict[str, Any](help=_help(docs[name]))
-        conditions = [UNPLANNED] if name in PLANNING else []
+        conditions = [UNPLANNED] if name in PLANNING and name not in STATED else []
         conditions += [REPLANS] if name == "min_quality" else []
         conditions += [] if only is None else [only]
         options |= {"dest": name, "default": default}

@@ -20,6 +20,8 @@ def load_engines(name: str) -> Plan | Topology:
 
 
 def _path_of(name: str) -> Path:
+    if not name.strip():
+        raise ValueError("the plan's name is empty: expected a file of llmpq-algo's, plan.json")
     path = Path(name)
     with_ending = path.parent / f"{path.name}.json"
     if not path.exists() and with_ending.exists():

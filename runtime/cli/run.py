@@ -101,7 +101,9 @@ def main(options: RunOptions) -> int:
     """Run a batch file through a plan; returns the exit code."""
     check_flags(options)
     plan = None if options.plan is None else load_engines(options.plan)
-    model_dir = options.model or (plan.model.path if plan is not None else None)
+    model_dir = options.model
+    if model_dir is None and plan is not None:
+        model_dir = plan.model.path
     if model_dir is None:
         raise ValueError("the plan names no model directory; give one with --model DIR")
     model_dir = str(local_model(model_dir))

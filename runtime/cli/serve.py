@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_model
-from llmpq.checkpoints.hub import name_of
+from llmpq.checkpoints.hub import name_of, require_named
 from llmpq.commands.output_paths import check_files
 from llmpq.runtime.cli.plan_file import load_engines, load_plan
 from llmpq.runtime.cli.serve_flags import ServeOptions
@@ -200,6 +200,7 @@ def _text_of(flag: str, path: str) -> str:
 def _folder_name(options: ServeOptions) -> str:
     """Return what the model is called where nothing else is said: its folder's name."""
     if options.model is not None:
+        require_named(options.model)
         return (
             name_of(options.model) if is_model(options.model) else options.model.partition("@")[0]
         )
@@ -209,11 +210,12 @@ def _folder_name(options: ServeOptions) -> str:
 
 
 def open_engine(options: ServeOptions) -> LLM:
-    """Return the engine that one server answers from."""
+    """Return the engine that one server answers from; it is planned, and nothing is loaded."""
     return LLM(
         options.model,
         plan=None if options.plan is None else load_plan(options.plan),
         options=options.engine,
+        start=False,
         use_tqdm=False,  # lines, as its log has
         stages_apart=True,  # streams and steps would share an interpreter
     )

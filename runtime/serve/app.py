@@ -273,7 +273,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 
 def _add_state(app: FastAPI, service: Service) -> None:
     def described(name: str) -> dict[str, Any]:
-        length = None if service.llm is None else service.llm.max_model_len
+        length = service.max_model_len  # null says to some clients that there is no bound
         return {
             "id": name,
             "object": "model",
@@ -281,7 +281,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
             "owned_by": "llmpq",
             "root": service.model_name,
             "parent": None,
-            "max_model_len": length,
+            **({} if length is None else {"max_model_len": length}),
         }
 
     @app.get("/v1/models")

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, mo
 from pydantic_core import PydanticCustomError
 
 from llmpq.errors import short_repr
+from llmpq.runtime.guide_schema import other_than_object
 from llmpq.runtime.sampling_params import (
     GUIDES,
     MAX_ANSWERS,
@@ -423,6 +424,19 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> Self:
+        """Refuse a tool whose arguments are no object, as OpenAI's and Anthropic's APIs do."""
+        other = other_than_object(self.parameters or {})
+        if other is not None:
+            raise ApiError(
+                400,
+                f"the parameters of the tool {self.name!r:.100} must be the schema of an object "
+                f"('type': 'object'), got {other}",
+                param="tools",
+            )
+        return self
 
 
 class Tool(Body):

@@ -64,10 +64,9 @@ class TextCompletion:
     async def begin(self) -> list[ResponseStream]:
         """Queue the prompts."""
         self._service.ready()
-        prompts = [self._started(prompt) for prompt in self._body.prompts()]
         body = self._body
         return await self._service.begin(
-            prompts,
+            body.prompts(),
             self._params,
             priority=body.priority,
             cache_salt=body.cache_salt,
@@ -92,13 +91,6 @@ class TextCompletion:
         answered = sum(len(choice.token_ids) for choice in choices)
         cached = sum(c.num_cached_tokens for c in choices if c.index % self._params.n == 0)
         return best, usage(_prompt_tokens(begun), answered, cached)
-
-    def _started(self, prompt: str | Sequence[int]) -> str | Sequence[int]:
-        """Return a prompt, one of nothing as the token that begins a text."""
-        tokenizer = self._service.tokenizer
-        if prompt != "" or tokenizer.encode("") or tokenizer.start_token_id is None:
-            return prompt
-        return [tokenizer.start_token_id]
 
     def _best(self, choices: Sequence[Choice]) -> list[Choice]:
         """Return each prompt's `n` answers, the likeliest by the token first of `best_of`."""

@@ -316,7 +316,10 @@ def serve(
 
     def load() -> None:
         try:
-            service.llm = open_llm()
+            llm = open_llm()
+            service.planned_len = llm.max_model_len
+            llm.start()
+            service.llm = llm
             control.enter_context(answering(service.llm))
             gc_freeze()
             if sampling := dict(service.llm.generation_config.sampling):

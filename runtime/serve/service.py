@@ -63,6 +63,8 @@ class Service:
         self.settings = settings
         self.llm: LLM | None = None
         """None while it loads."""
+        self.planned_len: int | None = None
+        """Tokens that a prompt and its answer may have by the plan; None until there is one."""
         self.failure: str | None = None
         """Why there is no engine."""
         self.asks: dict[str, Any] | None = None
@@ -87,6 +89,11 @@ class Service:
     def model_name(self) -> str:
         """What answers call the model."""
         return self.settings.model_names[0]
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens that a prompt and its answer may have; None until there is a plan."""
+        return self.planned_len if self.llm is None else self.llm.max_model_len
 
     def stats(self) -> Mapping[str, Any]:
         """Return the engine's counters, empty while there is none; asks the stages, so it waits."""

@@ -313,7 +313,7 @@ class RequestFactory:
                 raise ValueError(f"'prompt' must be a text, got {text!r:.100}")
             prompt = next(prompt[key] for key in reversed(_KEYS) if key in given)
         if isinstance(prompt, str):
-            return prompt, tuple(self.tokenizer.encode(prompt, room=room))
+            return prompt, tuple(self.tokenizer.encode(prompt, room=room) or self._start())
         tokens = token_list(prompt)
         if tokens is None:
             raise ValueError(
@@ -323,6 +323,14 @@ class RequestFactory:
         if wrong:
             raise ValueError(f"token {wrong[0]} is not in the vocabulary of {self._spec.vocab}")
         return text, tuple(tokens)
+
+    def _start(self) -> list[int]:
+        """Return what a text of nothing is run as: the token that begins a text, if there is one.
+
+        Of token ids nothing is refused: they are run as they are.
+        """
+        start = self.tokenizer.start_token_id
+        return [] if start is None else [start]
 
 
 def _marks_of(prompt: Prompt) -> tuple[str, ...] | None:

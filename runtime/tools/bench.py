@@ -118,7 +118,9 @@ def _case(llm: LLM) -> dict[str, Any]:
 def open_bench(options: BenchOptions) -> LLM:
     """Return the engine of the plan, or of a whole model on one device; `start` loads it."""
     plan = load_plan(options.plan) if options.plan is not None else None
-    model = options.model or (plan.model.path if plan is not None else None)
+    model = options.model
+    if model is None and plan is not None:
+        model = plan.model.path
     if model is None and plan is not None:
         raise ValueError("the plan names no model directory; give one with --model DIR")
     if model is None:

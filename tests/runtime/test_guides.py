@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
+from typing import Any
 
 import jsonschema
 import pytest
 
 from llmpq import LLM, SamplingParams, StructuredOutputsParams
 from llmpq.checkpoints.tokenizer_files import without_special_names
+from llmpq.errors import GuideError
 from llmpq.runtime.guides import GrammarCompiler
 from llmpq.runtime.models.ruled_sampling import unpacked
 from llmpq.runtime.text.tokenizer import Tokenizer
@@ -201,6 +203,84 @@ def test_names_of_added_tokens_in_a_guide_are_text(demo_model, tmp_path):
             (mask,) = unpacked(automaton.allowed_of([(automaton, tokens)], 4099)(), 4099)
             tokens.append(int(mask.nonzero()[0]))
         assert automaton.failure is None and tokenizer.decode(tokens[:-1]) == text
+
+
+SPACE = "\u2581"
+PIECES = [
+    *("<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))),
+    *(SPACE, f"{SPACE}{SPACE}", "a", "b", "ab", f"{SPACE}ab", "{", "}", '"', ":", ",", "1"),
+]
+
+
+def sentencepiece(kind: str) -> Any:
+    """A SentencePiece vocabulary whose spaces come back as one of the decoders has them."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    merges = [("a", "b"), (SPACE, "ab"), (SPACE, SPACE)]
+    if kind == "unigram":
+        made = Backend(models.Unigram([(p, -3.0) for p in PIECES], unk_id=0, byte_fallback=True))
+    else:
+        vocabulary = {piece: place for place, piece in enumerate(PIECES)}
+        how = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+        made = Backend(models.BPE(vocabulary, merges, **how))
+    if kind == "replace":
+        made.normalizer = normalizers.Replace(" ", SPACE)
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        made.decoder = decoders.Sequence(steps)
+    else:
+        scheme = "never" if kind == "unigram" else kind
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        steps = [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)]
+        made.decoder = decoders.Sequence(steps)
+    made.add_special_tokens(["<unk>", "</s>"])
+    return made
+
+
+@pytest.mark.parametrize("kind", ["replace", "always", "first", "never", "unigram"])
+def test_spaces_of_sentencepieces_vocabularies_are_followed(kind, tmp_path):
+    """Transformers 5 saves them with a decoder of its own, which llguidance does not know."""
+    sentencepiece(kind).save(str(tmp_path / "tokenizer.json"))
+    compiler = GrammarCompiler(tmp_path, vocab=len(PIECES), end_ids=[1])
+    tokenizer = Tokenizer(tmp_path)
+    guides = [Guide(kind="choice", text=json.dumps([text])) for text in ("a b", "ab  ab\u00e9 b")]
+    schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": "a b"}}}
+    schema |= {"required": ["a", "b"], "additionalProperties": False}
+    guides.append(Guide(kind="json", text=json.dumps(schema)))
+    texts = ["a b", "ab  ab\u00e9 b", '{"a": 1, "b": "a b"}']
+    for guide, text in zip(guides, texts, strict=True):
+        compiler.check(guide)
+        automaton, tokens = compiler.compile(guide), list[int]()
+        while 1 not in tokens:
+            (mask,) = unpacked(automaton.allowed_of([(automaton, tokens)], 270)(), 270)
+            tokens.append(int(mask.nonzero()[-1]))  # not by bytes
+        assert automaton.failure is None and tokenizer.decode(tokens[:-1]) == text
+        assert PIECES.index(SPACE) in tokens or PIECES.index(f"{SPACE}ab") in tokens
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        {"choice": [f"a{SPACE}b", "a b"]},
+        {"json": {"const": SPACE}},
+        {"json": {"type": "object", "properties": {f"a{SPACE}": {}}}},
+        {"json": {"anyOf": [{"enum": [1, f"{SPACE}b"]}]}},
+        {"regex": f"a{SPACE}*"},
+        {"calls": [(f"a{SPACE}", {})]},
+    ],
+)
+def test_a_guide_that_asks_for_what_would_be_a_space_is_refused(guide, tmp_path, demo_model):
+    asked_for = StructuredOutputsParams(**guide).guide()
+    for kind in ("replace", "always"):
+        sentencepiece(kind).save(str(tmp_path / "tokenizer.json"))
+        compiler = GrammarCompiler(tmp_path, vocab=len(PIECES), end_ids=[1])
+        with pytest.raises(
+            GuideError, match=r"\(U\+2581\), which this model's tokenizer writes as"
+        ):
+            compiler.check(asked_for)
+        described = {"type": "integer", "description": f"not {SPACE}"}
+        compiler.check(Guide(kind="json", text=json.dumps(described)))
+    GrammarCompiler(demo_model, vocab=4096, end_ids=[0]).check(asked_for)
 
 
 @pytest.mark.parametrize("model", ["BPE", "Unigram"])

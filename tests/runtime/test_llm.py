@@ -199,6 +199,10 @@ def test_a_chat_is_a_prompt_by_the_models_template(demo_model, tmp_path, wanted)
     ("options", "said"),
     [
         ({"model": "nowhere"}, "no such model directory: 'nowhere'"),
+        ({"model": ""}, "the model's name is empty"),
+        ({"model": " ", "load_format": "dummy"}, "the model's name is empty"),
+        ({"model": None, "plan": ""}, "the name of a JSON file is empty"),
+        ({"cluster": ""}, "the name of a cluster file is empty"),
         ({}, "nothing to run"),
         ({"max_model_len": 5000}, "max_model_len must be at most 1024"),
         ({"max_num_seqs": 0}, "max_num_seqs must be"),

@@ -154,7 +154,8 @@ def test_a_model_without_a_template_says_so_in_python(demo_model, tmp_path):
         (np.array([[0.5]]), "a text or a list of token ids"),
         (np.array(5), "a text or a list of token ids"),
         (["a", 2.5], "prompt 1: a prompt is a text"),
-        (["a", "b", ""], "prompt 2: the prompt has no tokens"),
+        (["a", "b", []], "prompt 2: the prompt has no tokens"),
+        ({"prompt_token_ids": []}, "the prompt has no tokens"),
         (["a", [5, 99999]], "prompt 1: token 99999 is not in the vocabulary"),
         (["a", [5] * 2000], "prompt 1: the prompt is too long"),
     ],
@@ -165,6 +166,19 @@ def test_what_is_no_prompt_is_refused_by_its_place(llm, prompt, said):
     with pytest.raises(ValueError, match=r"^(a prompt|'prompt'|the prompt|token)"):
         llm.generate(prompt[-1:] if isinstance(prompt, list) else prompt, SHORT)
     assert llm.stats()["requests"] == []
+
+
+def test_a_text_of_nothing_begins_with_the_token_that_begins_a_text(llm, demo_model):
+    """As over HTTP: of demo-7m its end of text; a tokenizer that names neither has none."""
+    other = LLM(demo_model, start=False)
+    start = other.tokenizer.start_token_id
+    for prompt in ("", {"prompt": ""}):
+        prepared = other.prepare(prompt, SHORT)
+        assert (prepared.prompt, prepared.tokens) == ("", (start,))
+    other.close()
+    assert llm.tokenizer.start_token_id is None
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
+        llm.generate("", SHORT)
 
 
 def test_a_prompt_as_vllm_has_them_comes_with_a_salt_and_keys_that_are_none(llm):

@@ -97,11 +97,44 @@ def test_the_output_matrix_has_the_bits_that_are_asked_for(demo_model, caplog, a
     assert ("output matrix is rounded to 8 bits" in caplog.text) == (asked is None)
 
 
+def test_random_weights_of_a_built_in_model_are_planned_for_several_devices():
+    nodes = [{"name": "a", "devices": [{"kind": "CPU", "memory": "3 GiB"}] * 2}]
+    cluster = Cluster.parse_data({"name": "two", "nodes": nodes}, where="here")
+    how = EngineOptions(cluster=cluster, load_format="dummy", max_model_len=64, dtype="float16")
+    chosen = choose_plan("opt-1.3b", None, how)
+    assert chosen.spec.name == "opt-1.3b" and chosen.plan.model.num_layers == 24
+
+
 def test_bits_of_the_output_matrix_that_cannot_be_are_refused(demo_model, make_plan):
     with pytest.raises(ValueError, match="head_bits must be 8 or 16, got 4"):
         EngineOptions(head_bits=4)
-    with pytest.raises(ValueError, match="head_bits has no effect with plan="):
-        choose_plan(None, make_plan(demo_model), EngineOptions(head_bits=16))
+
+
+@pytest.mark.parametrize(
+    ("same", "other", "said"),
+    [
+        ({"tensor_parallel_size": 1}, {"tensor_parallel_size": 2}, "2 is not what plan= says, 1;"),
+        ({"head_bits": 16}, {"head_bits": 8}, "head_bits=8 is not what plan= says, 16;"),
+        ({"dtype": "float32"}, {"dtype": "float16"}, "'float16' is not what plan= says, float32"),
+    ],
+)
+def test_what_a_plan_says_may_be_said_again(demo_model, make_plan, same, other, said):
+    plan = make_plan(demo_model)
+    known = choose_plan(None, plan, EngineOptions())
+    assert choose_plan(None, plan, EngineOptions(**same)) == known
+    with pytest.raises(ValueError, match=said):
+        choose_plan(None, plan, EngineOptions(**other))
+
+
+def test_a_number_of_devices_beside_a_plan_is_that_of_its_stages(demo_model, make_plan):
+    plan = make_plan(demo_model, (4,), shares=((1, 1), (1,)))
+    for size in (1, 2):
+        with pytest.raises(ValueError, match=f"={size} is not what plan= says, 1 and 2;"):
+            choose_plan(None, plan, EngineOptions(tensor_parallel_size=size))
+    both = make_plan(demo_model, (4,), shares=((1, 1), (1, 1)))
+    choose_plan(None, both, EngineOptions(tensor_parallel_size=2))
+    with pytest.raises(ValueError, match="=1 is not what plan= says, 2;"):
+        choose_plan(None, both, EngineOptions(tensor_parallel_size=1))
 
 
 def test_a_whole_model_has_an_output_matrix_of_8_bits_where_that_is_asked(demo_model):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llmpq import LLM, EngineOptions, SamplingParams, StructuredOutputsParams
+from llmpq.planner.__main__ import main as plan_main
 from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, VLLM_FLAGS
 from llmpq.runtime.vllm_options import (
     OTHER_OPTIONS,
@@ -240,11 +241,32 @@ def test_an_llm_says_what_it_is_and_cannot_be_pickled(demo_model):
     assert hasattr(tokenizer, "apply_chat_template")
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
-def test_an_adapter_beside_the_model_is_named(demo_model, tmp_path, caplog, name):
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("adapter_model.safetensors", "", "an adapter beside the model ({}), which is not applied"),
+        ("adapter_config.json", "{}", "an adapter beside the model ({}), which is not applied"),
+        (
+            "adapter_config.json",
+            '{"peft_type": "LORA"}',
+            "a LoRA adapter beside the model ({}), which is not applied: merge it",
+        ),
+        (
+            "adapter_config.json",
+            '{"peft_type": "PREFIX_TUNING"}',
+            "a PREFIX_TUNING adapter beside the model ({}), which is not applied: it stands beside",
+        ),
+    ],
+)
+def test_an_adapter_beside_the_model_is_named_once_by_every_door(
+    demo_model, tmp_path, caplog, capsys, name, content, said
+):
     folder = shutil.copytree(demo_model, tmp_path / "model")
-    LLM(folder, start=False)
+    LLM(folder, start=False).close()
     assert "adapter" not in caplog.text
-    (folder / name).write_bytes(b"{}")
-    LLM(folder, start=False)
-    assert f"has an adapter beside the model ({name})" in caplog.text
+    (folder / name).write_text(content)
+    LLM(folder, start=False).close()
+    assert caplog.text.count("left out: " + said.format(name)) == 1
+    words = ["fits", "--model", str(folder), "--devices", "3090", "--context", "256"]
+    assert plan_main(words) == 0
+    assert " ".join(capsys.readouterr().out.split()).count(said.format(name)) == 1

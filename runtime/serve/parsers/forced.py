@@ -19,11 +19,11 @@ def forced_guide(functions: Sequence[Mapping[str, Any]], name: str) -> dict[str,
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, which are an object."""
+    """Return the schema of a tool's arguments, which are an object whatever else it allows."""
     schema = function.get("parameters")
     if not schema:
         return {"type": "object", "additionalProperties": False}
-    return dict(schema) if "type" in schema or "$ref" in schema else {"type": "object", **schema}
+    return {**schema, "type": "object"}
 
 
 class ForcedReader:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from llmpq.cluster import Cluster
-from llmpq.devices.joined_devices import group_of, joined, one_group
+from llmpq.devices.joined_devices import crowded_notes, group_of, joined, one_group
 from llmpq.member_memory import member_memory, planned_shape
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -74,6 +74,23 @@ def test_a_cpu_is_divided():
     cluster = cluster_of({"kind": "CPU", "threads": 8, "memory": "32GiB"})
     (group,) = joined(cluster, (3, 1), spec).devices
     assert [one.threads for one in group.joined] == [6, 2] and group.threads == 8
+
+
+@pytest.mark.parametrize(
+    ("threads", "shares", "has"),
+    [
+        (2, (1, 1, 1, 1), "4 processes share CPU-0, which has 2 threads"),
+        (1, (1, 1), "2 processes share CPU-0, which has 1 thread"),
+        (3, (5, 1, 1), "3 processes share CPU-0, which has 3 threads"),
+        (2, (1, 1), None),
+        (8, (3, 1), None),
+    ],
+)
+def test_more_processes_than_a_cpu_has_threads_are_said(threads, shares, has):
+    spec = ModelSpec.by_name("opt-1.3b")
+    cluster = cluster_of({"kind": "CPU", "threads": threads, "memory": "32GiB"})
+    notes = crowded_notes(joined(cluster, shares, spec))
+    assert [has in note for note in notes] == ([] if has is None else [True]), notes
 
 
 def test_too_few_devices_are_refused():

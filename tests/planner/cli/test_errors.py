@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -10,6 +12,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from llmpq import model_spec
 from llmpq.devices import device_spec
 from llmpq.planner.__main__ import main
+from llmpq.shipped_table import shipped_table
 
 pytestmark = pytest.mark.pure
 
@@ -21,12 +24,33 @@ NOT_CACHED = (
     f"it is not, or not whole, in Hugging Face's cache ({HF_HUB_CACHE}), and HF_HUB_OFFLINE is "
     "set: with a network, type: "
 )
-TABLE = {
-    "T4": device_spec.device_specs()["T4"].model_copy(update={"aliases": ("Tesla_T4",)}),
-    "V100-32GB": device_spec.device_specs()["V100-32GB"].model_copy(update={"aliases": ("V100",)}),
+CARDS, MODELS = shipped_table("llmpq.clusters", "gpus.yaml"), shipped_table("llmpq", "models.yaml")
+FEW = {
+    "gpus.yaml": {
+        "T4": CARDS["T4"] | {"aliases": ["Tesla_T4"]},
+        "V100-32GB": CARDS["V100-32GB"] | {"aliases": ["V100"]},
+    },
+    "models.yaml": {name: MODELS[name] for name in ("opt-1.3b", "opt-13b", "opt-30b")},
 }
-"""Two of the shipped cards, so that lists of known names stay as they are when cards are added."""
-MODELS = {name: model_spec.builtin_configs()[name] for name in ("opt-1.3b", "opt-13b", "opt-30b")}
+"""Some of what is shipped, so that lists of known names stay as they are when some are added."""
+
+
+@pytest.fixture
+def few_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ship less. The files are others, not the functions: who is imported meanwhile keeps those."""
+    tables = (device_spec.device_specs, model_spec.builtin_configs)
+    with monkeypatch.context() as patch:
+        for module in (device_spec, model_spec):
+            patch.setattr(module, "shipped_table", _few)
+        for table in tables:
+            table.cache_clear()
+        yield
+    for table in tables:
+        table.cache_clear()
+
+
+def _few(package: str, name: str) -> dict[str, Any]:
+    return FEW.get(name) or shipped_table(package, name)
 
 
 def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -60,6 +84,12 @@ ERRORS = {
         ["--device-names", "T4", "--device-numbers", "1"],
         2,
         "llmpq-algo: --model is missing: a Hugging Face directory, or a name such as opt-30b\n",
+    ),
+    "a model of no letters": (
+        ["--device-names", "T4", "--device-numbers", "1", "--model", ""],
+        2,
+        "llmpq-algo: the model's name is empty: expected a directory, a GGUF file, or a name such "
+        "as Qwen/Qwen3-0.6B\n",
     ),
     "two ways to give devices": (
         ["--model", "opt-13b", "--devices", "4090", "--from-ray"],
@@ -197,10 +227,8 @@ ERRORS = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_say_what_and_what_to_do(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+    capsys: pytest.CaptureFixture[str], few_names: None, name: str
 ) -> None:
-    monkeypatch.setattr(device_spec, "device_specs", lambda: TABLE)
-    monkeypatch.setattr(model_spec, "builtin_configs", lambda: MODELS)
     words, code, text = ERRORS[name]
     got, _, err = _run(capsys, *words)
     assert (got, err) == (code, text)

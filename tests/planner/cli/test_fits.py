@@ -270,7 +270,7 @@ SOME = (
 
 
 @pytest.mark.parametrize("job", SOME)
-def test_the_longest_context_fits_and_a_block_more_does_not(fits: Any, job: str) -> None:
+def test_the_longest_context_fits_and_a_token_more_does_not(fits: Any, job: str) -> None:
     _, report, _ = fits(job)
     tried = 0
     for form in report["forms"][:: 1 + len(report["forms"]) // 3]:
@@ -282,7 +282,7 @@ def test_the_longest_context_fits_and_a_block_more_does_not(fits: Any, job: str)
             if longest:
                 assert fits(f"{words} --context {longest}")[0] == 0
             if 0 < longest < report["max_context"]:
-                assert fits(f"{words} --context {longest + 129}")[0] == 5
+                assert fits(f"{words} --context {longest + 1}")[0] == 5
                 tried += 1
     assert tried
 
@@ -402,6 +402,33 @@ def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) ->
     assert len(shown) > 10
     assert [line for line in printed if line in shown] == shown
     assert not re.search("omega|theta", block, flags=re.I)
+
+
+def test_matrices_are_rounded_as_a_plan_would_round_them(fits: Any) -> None:
+    """`--head-bits`, `--weight-group-size` and `--symmetric` say what they say in `plan`."""
+    job = "--devices 4090 --model llama-3.1-8b --bits 4 --context 2k"
+    _, usual, _ = fits(job)
+    (device,) = usual["devices"]
+    _, rounded, _ = fits(f"{job} --head-bits 8")
+    head = device["embedding_bytes"] - rounded["devices"][0]["embedding_bytes"]
+    assert head == pytest.approx(128256 * 4096, rel=0.05), "half of the head's 16 bits"
+    longest = [r["forms"][0]["loads"][0]["longest_context"] for r in (usual, rounded)]
+    assert longest[0] <= longest[1]
+    for flag, more in (("--weight-group-size 32", True), ("--symmetric", False)):
+        _, changed, _ = fits(f"{job} {flag}")
+        weights = changed["devices"][0]["weights_bytes"]
+        assert (weights > device["weights_bytes"]) is more
+        assert weights != device["weights_bytes"]
+
+
+def test_what_a_search_fits_is_no_shorter_in_the_table(fits: Any) -> None:
+    """At every context the table's longest is at least the one that was asked for and fits."""
+    for context in (1000, 5889, 20000):
+        code, report, _ = fits(f"--devices 3060,2060 --model qwen3-14b --context {context}")
+        for form in report["forms"]:
+            longest = form["loads"][0]["longest_context"]
+            assert (longest >= context) is form["fits"]
+        assert code == (0 if any(f["fits"] and not f["flags"] for f in report["forms"]) else 5)
 
 
 def test_contexts_beyond_the_positions_are_marked(capsys: pytest.CaptureFixture[str]) -> None:

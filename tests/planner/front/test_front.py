@@ -206,9 +206,9 @@ def test_json_is_the_whole_list(capsys: pytest.CaptureFixture[str]) -> None:
     line = next(row for row in text.splitlines() if row.startswith("3 points"))
     share = f"{content['resolution']:.2%}"
     assert line == (
-        f"3 points; proven: for every plan there is one of these that is at most {share} slower "
-        f"without more loss, or no slower with at most {share} more loss; for a finer "
-        "list give more --pareto-points or a longer --time-limit"
+        "3 points of pipelines with a device a stage; proven: for every such plan there is one of "
+        f"these that is at most {share} slower without more loss, or no slower with at most {share}"
+        " more loss; for a finer list give more --pareto-points or a longer --time-limit"
     )
 
 

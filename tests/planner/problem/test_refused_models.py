@@ -60,7 +60,16 @@ def test_a_listed_recurrence_is_named_once() -> None:
     ("keys", "feature"),
     [
         ({"mamba_d_state": 16}, "this family's form of recurrent layers"),
-        ({"n_routed_experts": 64}, "this family's mixture of experts"),
+        ({"n_routed_experts": 64}, "lacks a record of this family .*; it runs"),
+        ({"n_routed_experts": 4, "use_moe": False}, "lacks a record of this family .*; it runs"),
+        ({"kv_lora_rank": 512}, "lacks a record of this family .*; it runs"),
+        ({"attn_type_list": [0, 1]}, "form of recurrent layers"),
+        ({"attn_type_list": [1, 1]}, "lacks a record of this family"),
+        (
+            {"sparse_attention_config": {"use_sparse_attention": True, "sparse_topk_blocks": 16}},
+            "lacks sparse attention over chosen tokens; it runs",
+        ),
+        ({"sparse_attention_config": {"use_sparse_attention": False}}, "lacks a record"),
         ({"vision_config": {"depth": 2}}, "a record of this family .*leave out its vision tower"),
         ({"num_kv_shared_layers": 10}, "layers that share a KV cache"),
         ({"layer_types": ["conv", "full_attention"]}, "form of recurrent layers"),

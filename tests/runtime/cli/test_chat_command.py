@@ -87,6 +87,7 @@ def test_what_is_refused_is_said_and_forgotten(demo_model, tmp_path, monkeypatch
     [
         ([], "no model to talk to; give its directory: llmpq-dist chat DIR"),
         (["nowhere"], "no such model directory: 'nowhere'"),
+        ([""], "the model's name is empty"),
         (["DEMO", "--temperature", "-1"], "--temperature must be 0 (greedy) or positive"),
         (["DEMO", "--top-p", "2"], "--top-p must be in (0, 1], got 2.0"),
         (["DEMO", "--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),

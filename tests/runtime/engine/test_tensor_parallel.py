@@ -199,5 +199,10 @@ def test_a_size_is_enough(wide_model, random_prompts):
     with pytest.raises(ValueError, match="tensor_parallel_size must be a whole number"):
         llmpq.LLM(str(wide_model), tensor_parallel_size=True)
     plan = planned(wide_model)
-    with pytest.raises(ValueError, match="tensor_parallel_size has no effect with plan="):
-        llmpq.LLM(str(wide_model), plan=plan, tensor_parallel_size=2)
+    sizes = {len(stage.members) for stage in plan.stages}
+    for size in (1, 2, 3):
+        if sizes == {size}:
+            llmpq.LLM(str(wide_model), plan=plan, tensor_parallel_size=size, start=False).close()
+            continue
+        with pytest.raises(ValueError, match=f"tensor_parallel_size={size} is not what plan= says"):
+            llmpq.LLM(str(wide_model), plan=plan, tensor_parallel_size=size)

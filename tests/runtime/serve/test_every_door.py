@@ -46,7 +46,9 @@ def test_every_door_runs_the_same_engine(demo_model, make_plan, tmp_path, capsys
 
     def server(*words: str) -> LLM:
         command = COMMANDS["serve"]
-        return open_engine(command.parser().read_as(command.options, words))
+        llm = open_engine(command.parser().read_as(command.options, words))
+        llm.start()
+        return llm
 
     measured, _ = measured_plan(str(demo_model), plan_spec(demo_model), MeasuredJob(max_len=64))
     once = ["--repeat", "1", "--warm-up", "0"]

@@ -7,22 +7,31 @@ import json
 import logging
 import re
 import socket
+import threading
 import time
 import types
 import urllib.error
 import urllib.request
 from datetime import datetime
+from functools import partial
 
 import psutil
 import pytest
 from fastapi import FastAPI
 
-from llmpq.runtime.serve.server import EngineServer
+from llmpq.runtime.serve.server import EngineServer, serve
+from llmpq.runtime.serve.service import Service
 from llmpq.runtime.serve.settings import ServeSettings
 
 pytestmark = pytest.mark.cpu
 JSON = {"Content-Type": "application/json"}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def ask(server, path, body=None, headers=None, method=None):
@@ -124,6 +133,45 @@ def test_metrics_have_the_process(server):
     for name in ("cpu_seconds_total", "resident_memory_bytes", "open_fds", "start_time_seconds"):
         (value,) = re.findall(rf'^process_{name}{{engine="0"}} (\S+)$', text, flags=re.M)
         assert float(value) > 0
+
+
+def test_a_models_length_is_said_once_it_is_planned():
+    """While weights load, too; before there is no such key, for `null` would be no bound."""
+    planned, may_load = threading.Event(), threading.Event()
+    service, port, servers = Service(ServeSettings(model_names=("m",))), free_port(), []
+
+    class Slow:
+        """Plans at once; its weights load for a while, and cannot be."""
+
+        max_model_len = 77
+
+        def __init__(self):
+            planned.wait(30)
+
+        def start(self):
+            may_load.wait(30)
+            raise ValueError("weights are missing")
+
+    run = partial(serve, service, Slow, host="127.0.0.1", port=port, on_start=servers.append)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    listening = types.SimpleNamespace(url=f"http://127.0.0.1:{port}")
+    while not (servers and servers[0].started):
+        time.sleep(0.01)
+
+    def lengths() -> list[int | None]:
+        (model,) = ask(listening, "/v1/models")[2]["data"]
+        assert ask(listening, "/v1/models/m")[2] == model
+        return [model.get("max_model_len", "none")]
+
+    assert lengths() == ["none"]
+    planned.set()
+    while service.planned_len is None:
+        time.sleep(0.01)
+    assert lengths() == [77] and ask(listening, "/ready")[0] == 503
+    may_load.set()
+    thread.join(30)
+    assert str(servers[0].failure) == "weights are missing"
 
 
 def test_an_interrupt_while_the_model_loads_is_one(monkeypatch):

@@ -336,6 +336,59 @@ def test_a_choice_of_tools_that_are_not_there_is_refused(hermes, choice, said):
     assert status == 400 and said in json.loads(text)["error"]["message"], text
 
 
+STRING = {"$ref": "#/$defs/s", "$defs": {"s": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "string"}, "type 'string'"),
+        ({"type": ["string", "null"]}, "type ['string', 'null']"),
+        ({"type": "array", "items": {}}, "type 'array'"),
+        (STRING, "type 'string'"),
+        ({"anyOf": [{"type": "string"}, {"enum": [1, 2]}]}, "type 'string' or values [1, 2]"),
+        ({"allOf": [{"type": "object"}, {"const": 3}]}, "values [3]"),
+        (True, "expected an object, got true"),
+        ([], "expected an object, got []"),
+    ],
+)
+@pytest.mark.parametrize("forced", [False, True])
+def test_arguments_of_a_tool_are_an_object_at_every_door(hermes, schema, said, forced):
+    choice = {
+        CHATS: tool("a") if forced else "auto",
+        RESPONSES: {"type": "function", "name": "a"} if forced else "auto",
+        MESSAGES: {"type": "tool", "name": "a"} if forced else {"type": "auto"},
+    }
+    tools = {
+        CHATS: tool("a", schema),
+        RESPONSES: {"type": "function", "name": "a", "parameters": schema},
+        MESSAGES: {"name": "a", "input_schema": schema},
+    }
+    for path in (CHATS, RESPONSES, MESSAGES):
+        own = {"input": "a"} if path == RESPONSES else chat()
+        body = {**own, "model": "demo-7m", "tools": [tools[path]], "tool_choice": choice[path]}
+        status, text = post(hermes, path, body)
+        assert status == 400 and said in json.loads(text)["error"]["message"], text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": ["object", "null"], "properties": {"n": {"const": 1}}, "required": ["n"]},
+        {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/n"}]},
+        {"$ref": "#/$defs/n"},
+    ],
+)
+def test_a_forced_tools_arguments_are_the_object_that_its_schema_allows(hermes, schema):
+    one = {"type": "object", "properties": {"n": {"const": 1}}, "required": ["n"]}
+    schema = {**schema, "additionalProperties": False} if "type" in schema else schema
+    schema = {**schema, "$defs": {"n": {**one, "additionalProperties": False}}}
+    status, text = post(hermes, CHATS, chat(tools=[tool("a", schema)], tool_choice=tool("a")))
+    (choice,) = json.loads(text)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert status == 200 and json.loads(call["function"]["arguments"]) == {"n": 1}
+
+
 @pytest.mark.parametrize(
     ("path", "kind"),
     [(RESPONSES, "custom"), (RESPONSES, "local_shell"), (MESSAGES, "web_search_20250305")],

@@ -372,9 +372,15 @@ def test_a_part_that_is_used_as_stored_is_the_files_pages(copy, monkeypatch):
         (
             "adapter_config.json",
             '{"base_model_name_or_path": "some/base"}',
-            "is a LoRA adapter of 'some/base', not a model",
+            "is an adapter of 'some/base', not a model: merge it",
         ),
-        ("adapter_config.json", '{"peft_type": "IA3"}', "is an? IA3 adapter, not a model"),
+        ("adapter_config.json", '{"peft_type": "IA3"}', "is an IA3 adapter, not a model: merge it"),
+        (
+            "adapter_config.json",
+            '{"peft_type": "PROMPT_TUNING"}',
+            "is a PROMPT_TUNING adapter, not a model, and peft cannot merge it",
+        ),
+        ("adapter_config.json", "[]", "is an adapter, not a model: merge it"),
         ("openvino_model.bin", "", "in OpenVINO's own form"),
         ("consolidated.safetensors", "", "in Mistral's own form .'consolidated.safetensors'"),
         ("consolidated.00.pth", "", "in Meta's own form"),
