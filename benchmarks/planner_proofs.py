@@ -47,7 +47,6 @@ from llmpq.planner.cli.show_plan import best_answer
 from llmpq.planner.evaluate.simulator import replay
 from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.problem.requests import PlanRequest
-from llmpq.planner.solving.device_groups import GROUP_GAIN
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
 from llmpq.topology import Topology
@@ -201,7 +200,7 @@ def topologies(seed: int, _: float) -> Tally:
         path = f"{folder}/plan.json"
         if found is not None and found.topology is not None:
             value, bound, plan = found.found.counted, found.found.bound, found.topology
-            bound *= GROUP_GAIN if any(stage.shares for stage in plan.stages) else 1.0
+            bound *= found.found.gain
             if found.single is not None:
                 plan = found.single.plan
                 write_certificate(path, found.single, options)

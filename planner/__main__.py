@@ -121,7 +121,7 @@ def _plan(request: requests.PlanRequest) -> None:
 
             show_front(request, job.problem, job.options, job.path)
         else:
-            with line_if_long("looking for the best plan", job.options.time_limit_s):
+            with line_if_long("looking for the best plan", job.options.asked_s):
                 make_and_show(request, job)
     except DoesNotFitError:
         for note in job.notes:

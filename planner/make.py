@@ -37,7 +37,7 @@ from llmpq.planner.problem.make_problem import (
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import DTYPES, PREFERENCES, FitsRequest, PlanRequest
 from llmpq.planner.refusal import NothingFitsError
-from llmpq.planner.solving.methods import PLANNERS, SolveOptions
+from llmpq.planner.solving.methods import PLANNERS, SolveOptions, within
 from llmpq.precision import Precision
 from llmpq.workload import Workload
 
@@ -256,7 +256,6 @@ def plan_workload(
         head_bits=head_bits,
     )
     options = SolveOptions(
-        time_limit_s=search.time_limit_s,
         kvs=(workload.kv,),
         prefer=search.prefer,
         names_flags=False,
@@ -265,6 +264,7 @@ def plan_workload(
         known=search.known,
         groups=search.groups and search.in_child,
     )
+    options = within(options, search.time_limit_s)
     usual = build_problem(inputs)
     ways = [
         way.slowed(search.slowdowns).capped(search.at_most)

@@ -33,6 +33,7 @@ kernels/formats <- kernels/kv, kernels/recurrent
 kernels/formats <- kernels/cpu
 kernels/fused, kernels/cpu <- kernels/weights <- kernels/cpu_probe
 
+planner/work_clock <- planner/costs
 planner/costs, planner/limits <- planner/problem <- planner/evaluate
 planner/problem <- planner/export
 planner/evaluate <- planner/baselines, planner/ilp (one level) <- planner/exact <- planner/front

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from llmpq.planner.evaluate.fits import fitting
 from llmpq.planner.evaluate.objective import keeps_budget, value
 from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.work_clock import Timer, now_s
 
 MAX_ORDERS = 24
 """Orders of device kinds tried: 4! of them; more kinds keep the first 24."""
@@ -28,13 +28,13 @@ def solve_adabits(
     p: Problem, *, time_limit_s: float = math.inf, budget: float | None = None
 ) -> Outcome:
     """Return the best-quality plan, with its fastest micro-batches and order of kinds."""
-    start = time.perf_counter()
+    start, timer = now_s(), Timer()
     starts = adabits_plans(p, start + time_limit_s)
     if starts and budget is not None:
         starts = [a for a in starts if keeps_budget(p, a, budget)]
         if not starts:
             raise Infeasible(f"adabits: its plans lose more than {budget:g}; use --method exact")
-    if not starts and time.perf_counter() > start + time_limit_s:
+    if not starts and now_s() > start + time_limit_s:
         raise Unfinished(f"adabits: no plan within {time_limit_s:g} s; give a longer --time-limit")
     if not starts:
         raise Infeasible("adabits: no order of device kinds fits; use --method exact")
@@ -45,7 +45,7 @@ def solve_adabits(
         assignment=best,
         value=value(p, best),
         bound=None,
-        seconds=time.perf_counter() - start,
+        seconds=timer.seconds,
     )
 
 
@@ -68,7 +68,7 @@ def adabits_plans(p: Problem, deadline: float = math.inf) -> list[Assignment]:
     """
     found: list[Assignment] = []
     for number, order in enumerate(kind_orders(p)):
-        if number and time.perf_counter() > deadline:
+        if number and now_s() > deadline:
             break
         stages = _best_quality(p, order, deadline if number else math.inf)
         if stages is None:

@@ -8,7 +8,6 @@ nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,6 +17,7 @@ from llmpq.planner.evaluate.fits import fits, spare_bytes
 from llmpq.planner.evaluate.objective import keeps_budget, stage_times, value
 from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.work_clock import Timer, now_s
 
 SHIFTS = (1, 2, 4)
 """Layers moved at once."""
@@ -27,7 +27,7 @@ def solve_heuristic(
     p: Problem, *, time_limit_s: float = 60.0, budget: float | None = None
 ) -> Outcome:
     """Return the best plan that transfers reach from any start, within a `budget` of omega."""
-    start = time.perf_counter()
+    start, timer = now_s(), Timer()
     best: Assignment | None = None
     worth = float("inf")
     deadline = start + time_limit_s
@@ -40,7 +40,7 @@ def solve_heuristic(
             best, worth = plan, value(p, plan)
     for plan in plans:
         for pair in p.pairs:
-            if time.perf_counter() > deadline:
+            if now_s() > deadline:
                 break
             moved = Assignment(
                 prefill_microbatch=pair[0], decode_microbatch=pair[1], stages=plan.stages
@@ -50,7 +50,7 @@ def solve_heuristic(
             found = _transfer(p, moved, deadline, budget)
             if value(p, found) < worth:
                 best, worth = found, value(p, found)
-    if best is None and time.perf_counter() > start + time_limit_s / 2:
+    if best is None and now_s() > start + time_limit_s / 2:
         raise Unfinished(
             f"heuristic: no plan within {time_limit_s:g} s; give a longer --time-limit"
         )
@@ -62,17 +62,17 @@ def solve_heuristic(
         assignment=best,
         value=worth,
         bound=None,
-        seconds=time.perf_counter() - start,
+        seconds=timer.seconds,
     )
 
 
 def _transfer(p: Problem, a: Assignment, deadline: float, budget: float | None) -> Assignment:
     """Improve a plan until no transfer does."""
     worth = value(p, a)
-    while time.perf_counter() < deadline:
+    while now_s() < deadline:
         better = None
         for candidate in _neighbours(p, a):
-            if time.perf_counter() > deadline:
+            if now_s() > deadline:
                 break
             if keeps_budget(p, candidate, budget) and fits(p, candidate):
                 new = value(p, candidate)

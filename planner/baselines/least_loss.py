@@ -7,7 +7,6 @@ at least. Exact while no list outgrows MOST_FILLINGS; then the list is thinned e
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from llmpq.planner.costs.stage_memory import choices_of
 from llmpq.planner.problem.outcome import Stage
 from llmpq.planner.problem.problem import Floats, Problem
+from llmpq.planner.work_clock import now_s, spend
 
 MOST_FILLINGS = 400
 """Fillings of a stage kept per boundary: a step of 0.25 % of what its bits can change."""
@@ -54,7 +54,7 @@ def least_loss(
     enter[0] = 0.0
     tables: list[list[_Fillings]] = []
     for j, cls in enumerate(order):
-        if time.perf_counter() > deadline:
+        if now_s() > deadline:
             return None
         room = int(capacity[cls, int(j == 0), int(j == count - 1), sort])
         begins = np.where(np.arange(layers + 1) <= layers - (count - j), enter, np.inf)
@@ -90,6 +90,7 @@ def _undominated(
 ) -> _Fillings:
     """Add a layer at every choice; keep what fits, loses less than all smaller ones."""
     num_bytes = (held[:, None] + sizes[None, :]).ravel()
+    spend(20, 30 * len(num_bytes))
     loss = (lost[:, None] + omega[None, :]).ravel()
     fine = np.flatnonzero((num_bytes <= room) & np.isfinite(loss))
     order = fine[np.lexsort((loss[fine], num_bytes[fine]))]

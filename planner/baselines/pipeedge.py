@@ -10,7 +10,6 @@ ones together, in which any may be skipped.
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.work_clock import Timer, now_s, spend
 
 MAX_SETS = 1500
 
@@ -32,8 +32,7 @@ def solve_pipeedge(
 
     With a `budget` of the sum of omega, at the precision within it that is the fastest.
     """
-    start = time.perf_counter()
-    deadline = start + time_limit_s
+    timer, deadline = Timer(), now_s() + time_limit_s
     sets = every_set(p) if num_sets(p) <= MAX_SETS else in_a_row(p)
     allowed = _allowed(p)
     equal = [pair for pair in p.pairs if pair[0] == pair[1]] or list(p.pairs)
@@ -43,12 +42,12 @@ def solve_pipeedge(
             break
         for eta, xi in equal:
             for phase in ("prefill", "decode"):
-                if time.perf_counter() > deadline:
+                if now_s() > deadline:
                     break
                 plan = _balanced(p, sets, allowed, p.numbers(eta, xi), b, phase, deadline)
                 if plan is not None and fits(p, plan):
                     found.append(plan)
-    if best := fastest_of("pipeedge", p, found, start, time_limit_s):
+    if best := fastest_of("pipeedge", p, found, timer, time_limit_s):
         return best
     raise Infeasible("pipeedge: no precision fits; use --method exact")
 
@@ -82,8 +81,9 @@ def _balanced(
     worst = np.full((states, classes, p.num_layers + 1), np.inf)
     worst[:, :, p.num_layers] = 0.0
     for s in range(states - 1, -1, -1):
-        if s % 64 == 0 and time.perf_counter() > deadline:
+        if s % 64 == 0 and now_s() > deadline:
             return None
+        spend(6 * classes, 2 * stage.size)
         for c in range(classes):
             after = sets.after[s, c]
             if after >= 0:

@@ -8,7 +8,6 @@ feasible one, which is up to 30 % slower).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 
 from llmpq.planner.evaluate.fits import fitting, spare_bytes
@@ -22,6 +21,7 @@ from llmpq.planner.problem.outcome import (
     Unfinished,
 )
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.work_clock import Timer, now_s
 from llmpq.units import format_size
 
 
@@ -32,14 +32,13 @@ def solve_uniform(
 
     With a `budget` of the sum of omega, at the precision within it that is the fastest.
     """
-    start = time.perf_counter()
-    deadline = start + time_limit_s
+    timer, deadline = Timer(), now_s() + time_limit_s
     order = [index for index, cls in enumerate(p.classes) for _ in cls.devices][: p.max_stages]
     found: list[Assignment] = []
     for b in by_precision(p, budget):
         if not found or budget is not None:
             found += fitting(p, _even(p, order, b), deadline)
-    if best := fastest_of("uniform", p, found, start, time_limit_s):
+    if best := fastest_of("uniform", p, found, timer, time_limit_s):
         return best
     least = by_precision(p, budget)[-1]
     raise Infeasible(
@@ -49,11 +48,10 @@ def solve_uniform(
 
 
 def fastest_of(
-    method: str, p: Problem, found: Sequence[Assignment], start: float, time_limit_s: float
+    method: str, p: Problem, found: Sequence[Assignment], timer: Timer, time_limit_s: float
 ) -> Outcome | None:
     """Return the fastest of a baseline's plans; None where none fits, `Unfinished` out of time."""
-    seconds = time.perf_counter() - start
-    if not found and seconds > time_limit_s:
+    if not found and timer.work_s > time_limit_s:
         raise Unfinished(f"{method}: no plan within {time_limit_s:g} s; give a longer --time-limit")
     if not found:
         return None
@@ -64,7 +62,7 @@ def fastest_of(
         assignment=best,
         value=value(p, best),
         bound=None,
-        seconds=seconds,
+        seconds=timer.seconds,
     )
 
 

@@ -348,8 +348,8 @@ def _how_to_solve(section: Section) -> None:
     gap = "relative gap to prove, 0 to 1 (1e-6)"
     section.flag("--gap", also=("--ilp-tolerance",), type=float, default=1e-6, help=gap)
     seconds = (
-        "seconds that the search may take, or inf (60): of the clock; where engines are compared "
-        "for a batch, of the processor"
+        "seconds after which every search ends, or inf (60); most end before, when they have done "
+        "half as many seconds of work, so that a plan does not depend on a machine's load"
     )
     section.flag("--time-limit", also=("--ilp-time-limit",), type=float, default=60.0, help=seconds)
     section.flag(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +59,7 @@ def show_front(
     if points < 2:
         raise ValueError(f"--pareto-points must be at least 2, got {points}")
     check_outputs(request)
-    with line_if_long("looking for the plans of the front", options.time_limit_s):
+    with line_if_long("looking for the plans of the front", options.asked_s):
         front = list_front(problem, options, path, points)
     unit = problem.sensitivity.four_bit_omega()
     chosen = chosen_row(front.plans, options, problem.theta, unit)
@@ -136,17 +135,21 @@ def list_front(
     found: list[tuple[FrontPoint, Problem]] = []
     width, complete = 0.0, True
     unfinished: Unfinished | None = None
-    deadline = time.perf_counter() + options.time_limit_s
+    left_s = options.time_limit_s
     variants = variants_with_room(problem.with_changes(theta=0.0), options)
     for number, priced in enumerate(variants):
-        left = max(0.0, deadline - time.perf_counter()) / (len(variants) - number)
+        share_s = max(0.0, left_s) / (len(variants) - number)
         try:
-            front = front_in_child(priced, points=points, time_limit_s=left)
+            front = front_in_child(
+                priced, points=points, time_limit_s=share_s, ends_at=options.ends_at
+            )
         except Unfinished as error:
             unfinished, width, complete = error, math.inf, False
+            left_s -= share_s
             continue
         except Infeasible:
             continue
+        left_s -= front.work_s
         width, complete = max(width, front.width), complete and front.complete
         found += [(point, priced) for point in front.points]
     if not found and unfinished is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -151,7 +150,8 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     if request.engines != "1" or several is not None:
         beside += topology_lines(best, several, num_engines(request.engines))
         if several is None and problem.workload.batch > 1:
-            beside += [ONE_FITS] if _may_ask(request, problem, options) else []
+            many = len(problem.cluster.devices) > 1
+            beside += [ONE_FITS] if many and _may_ask(request, options) else []
     why = _why(best, options, whole=request.explain) if request.explain or request.report else []
     changed = _what_if(changes, best, path)
     found = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
@@ -193,7 +193,7 @@ ONE_PIPELINE = ("pin", "max_devices", "pareto")
 ONE_FITS = "engines: one engine (no two groups of these devices each have room for the model)"
 
 QUICK_S = 3.0
-"""Seconds of the search for a pipeline that topologies are compared with first."""
+"""Seconds of work of the search for a pipeline that topologies are compared with first."""
 LEAST_LEFT = 1 / 4
 """Share of the time that the search for a pipeline has behind them at least."""
 AGAIN_SHARE = 1 / 12
@@ -208,8 +208,14 @@ def best_answer(
     Engines that are better than any pipeline can be need no more of the search for one.
     """
     if not _may_share(request, problem, options):
-        return answer(problem, options, path), None
-    exactly, start_s = num_engines(request.engines), time.perf_counter()
+        try:
+            return answer(problem, options, path), None
+        except DoesNotFitError as error:
+            if num_engines(request.engines) == 1 or not _may_ask(request, options):
+                raise
+            best = in_waves(problem, options, path, error)
+            return best, _topology(problem, best, options, path, None)
+    exactly = num_engines(request.engines)
     if exactly == 1 or (exactly is None and not _may_divide(problem, options)):
         try:
             best = answer(problem, before_groups(options), path)
@@ -225,7 +231,7 @@ def best_answer(
     except DoesNotFitError as error:
         best = in_waves(problem, options, path, error)
     found = _topology(problem, best, options, path, exactly)
-    spent_s = time.perf_counter() - start_s
+    spent_s = best.outcome.work_s + found.found.work_s
     if best.waves > 1 and found.topology is None:
         raise nothing_fits(problem, options)
     if (
@@ -307,10 +313,9 @@ def _may_share(request: PlanRequest, problem: Problem, options: SolveOptions) ->
     exactly = num_engines(request.engines)
     devices, rows = len(problem.cluster.devices), problem.workload.batch
     if exactly is None:
-        may_divide = _may_divide(problem, options)
-        return _may_ask(request, problem, options) and (
-            may_divide or (options.groups and may_group(problem))
-        )
+        several = devices > 1 and _may_ask(request, options)
+        groups = options.groups and may_group(problem)
+        return several and (groups or _may_divide(problem, options))
     if exactly > 1 and _is_alone(request, options):
         raise ValueError(
             f"--engines {exactly} needs --method exact and --objective makespan; leave the others "
@@ -327,11 +332,12 @@ def _may_share(request: PlanRequest, problem: Problem, options: SolveOptions) ->
     return min(devices, rows) > 1
 
 
-def _may_ask(request: PlanRequest, problem: Problem, options: SolveOptions) -> bool:
-    """Whether a request that leaves the number of engines open is one of several at all."""
-    if _is_alone(request, options) or asked_of_one(request):
-        return False
-    return len(problem.cluster.devices) > 1
+def _may_ask(request: PlanRequest, options: SolveOptions) -> bool:
+    """Whether a request that leaves the number of engines open may be answered with several.
+
+    Or, on one device, with one that runs the rows in waves.
+    """
+    return not (_is_alone(request, options) or asked_of_one(request))
 
 
 def _may_divide(problem: Problem, options: SolveOptions) -> bool:
@@ -530,7 +536,7 @@ def _compare(
     unfinished: Unfinished | None = None
     may_fit = bool(variants_with_room(problem, options))
     for method in PLANNERS:
-        limit = f", {options.time_limit_s:g} s at most" if method in SEARCHES else ""
+        limit = f", {options.asked_s:g} s at most" if method in SEARCHES else ""
         sys.stderr.write(f"llmpq-algo: --method {method}{limit}\n")
         try:
             answers[method] = found = answer(problem, replace(options, method=method), path)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from llmpq.plan import Plan
-from llmpq.planner.answer import Answer, TopologyAnswer
+from llmpq.planner.answer import TIE, Answer, TopologyAnswer
 from llmpq.planner.cli.alternatives import Speed
 from llmpq.planner.cli.report import bits_text, loss_lines, warnings_of
-from llmpq.planner.solving.device_groups import GROUP_GAIN
-from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
+from llmpq.planner.solving.plan_search import CUT
+from llmpq.planner.solving.topology_search import GROUP_GAIN, TOPOLOGY_GAP
 from llmpq.topology import Topology
 from llmpq.units import format_size, shown, shown_loss
 
@@ -35,7 +35,9 @@ def topology_lines(
     """
     if found is None:
         return _left_out(best, None)
-    work, simple = best.problem.workload, found.found.simple
+    # A pipeline that runs rows in waves is planned for those of one.
+    work = best.problem.workload if found.topology is None else found.topology.workload
+    simple = found.found.simple
     pipeline = found.pipeline.plan.predicted
     assert pipeline is not None, "the planner always predicts"
     stages = ", ".join(stage.device for stage in found.pipeline.plan.stages)
@@ -43,7 +45,7 @@ def topology_lines(
     words = f"{stages}, rows in {waves} waves" if waves > 1 else stages
     own = (words, waves * pipeline.total_s, pipeline.sum_omega)
     rows = work.batch * work.gen_len
-    lines = [_verdict(found, exactly)]
+    lines = _verdict(found, exactly)
     for name, one in (
         ("best single card", simple["card"]),
         ("best pipeline", own),
@@ -71,7 +73,8 @@ def _searched(found: TopologyAnswer) -> list[str]:
     more = f", {left_out} more sets of devices were not" if left_out else ""
     return [
         f"tensor parallel: {kinds} kinds of groups of a node's devices searched as stages{more}; "
-        f"they are counted to take {GROUP_GAIN - 1:.0%} longer than estimated"
+        f"plans with them are taken where they are {GROUP_GAIN - 1:.0%} better, for what sums "
+        "between devices take is estimated"
     ]
 
 
@@ -82,8 +85,8 @@ def _simple_text(one: Simple | None, tokens: int) -> str:
     return f"{where}: {shown(tokens / seconds)} tokens/s, quality loss {shown_loss(omega)}"
 
 
-def _verdict(found: TopologyAnswer, exactly: int | None) -> str:
-    """Return how many engines are best, and how sure that is."""
+def _verdict(found: TopologyAnswer, exactly: int | None) -> list[str]:
+    """Return how many engines are best, and how sure that is; of a tie, why these."""
     engines = 1 if found.topology is None else len(found.topology.engines)
     words = "one engine" if engines == 1 else f"{engines} engines"
     gap = _gap(found)
@@ -97,7 +100,20 @@ def _verdict(found: TopologyAnswer, exactly: int | None) -> str:
         what = "topology" if exactly is None else f"{exactly} engines"
         what = "one engine" if exactly == 1 else what
         sure = f"the best {what} found, at most {gap:.1%} above the best there may be"
-    return f"engines: {words} ({sure})"
+        sure += f"; {CUT}" if found.found.cut else ""
+    lines = [f"engines: {words} ({sure})"]
+    if found.found.quicker > 0:
+        lines.append(_tie(found))
+    return lines
+
+
+def _tie(found: TopologyAnswer) -> str:
+    """Return why engines that send nothing are taken, where the best that was found sends."""
+    quicker = found.found.quicker
+    return (
+        f"one engine a card is taken, for it sends nothing between cards: the best that does is "
+        f"{quicker:.1%} quicker as estimated, and such estimates are up to {TIE:.0%} off"
+    )
 
 
 def _gap(found: TopologyAnswer) -> float:

@@ -79,7 +79,7 @@ def show_traffic(request: PlanRequest) -> None:
     """Plan for live traffic, check, write `-o`, and print."""
     job, traffic, objective = traffic_job(request)
     doing = f"planning engines and simulating them under {len(traffic.arrivals)} requests"
-    with line_if_long(doing, job.options.time_limit_s):
+    with line_if_long(doing, job.options.asked_s):
         found = search_traffic(job.problem, job.options, job.path, traffic, objective)
     plan = found.plan
     if request.output:

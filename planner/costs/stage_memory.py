@@ -29,6 +29,7 @@ from llmpq.memory import (
     of_member,
     unpacks_prompts,
 )
+from llmpq.planner.work_clock import spend
 from llmpq.precision import Precision
 from llmpq.sizes.pool_size import kv_kinds, planned_kv_bytes
 from llmpq.sizes.stage_shape import StageShape
@@ -178,6 +179,7 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
 
     NEVER where the choices allow no stage of that sort.
     """
+    spend(20 * len(p.classes))
     table = np.full((len(p.classes), 2, 2, 3), NEVER, dtype=np.int64)
     kinds = {_memory_kind(p, cls) for cls in p.classes}
     for first, last in product((False, True), repeat=2):

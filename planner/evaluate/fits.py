@@ -5,7 +5,6 @@ And a plan that fits where one does: of the fewest bytes, without a search.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -17,10 +16,12 @@ from llmpq.planner.costs.stage_memory import DENSE, MIXED, PACKED, sort_of_stage
 from llmpq.planner.problem.numbers import small_chunks
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.work_clock import now_s, spend
 
 
 def fits(p: Problem, a: Assignment) -> bool:
     """Whether every stage is allowed and has the memory."""
+    spend(10 + p.num_layers)
     used = Counter(stage.cls for stage in a.stages)
     if any(count > p.classes[cls].count for cls, count in used.items()):
         return False
@@ -38,7 +39,7 @@ def fitting(p: Problem, plans: Iterable[Assignment], deadline: float) -> list[As
     """Return the plans that fit; past the deadline only the first is looked at."""
     found: list[Assignment] = []
     for number, a in enumerate(plans):
-        if number and time.perf_counter() > deadline:
+        if number and now_s() > deadline:
             break
         if fits(p, a):
             found.append(a)

@@ -52,6 +52,7 @@ from llmpq.planner.costs.links import Floats, Hops
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment
 from llmpq.planner.problem.problem import Objective, Problem
+from llmpq.planner.work_clock import spend
 
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", float, Floats)
@@ -347,5 +348,6 @@ def job_time(p: Problem, a: Assignment) -> PhaseTimes:
 def value(p: Problem, a: Assignment) -> float:
     """Return the problem's objective: time plus theta times sum of omega, in seconds."""
     mp, md = p.counts(a.prefill_microbatch, a.decode_microbatch)
+    spend(30 + p.num_layers)
     time = pipeline_time(p.objective, stage_times(p, a), mp=mp, md=md, n=p.workload.gen_len)
     return time.total_s + p.theta * sum_omega(p, a)

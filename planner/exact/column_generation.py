@@ -30,6 +30,7 @@ from llmpq.planner.exact.bounds.columns import (
 )
 from llmpq.planner.exact.bounds.completion import Completion
 from llmpq.planner.problem.problem import Floats
+from llmpq.planner.work_clock import spend
 
 BLOCK = 256
 """Rows compared at a time."""
@@ -68,6 +69,7 @@ def _compared(worse: Floats) -> NDArray[np.int64]:
     rows: list[NDArray[np.int64]] = []
     for start in range(0, len(order), BLOCK):
         part = worse[order[start : start + BLOCK]]
+        spend(20, len(part) * worse.shape[1] * (len(kept) + len(part)))
         index = np.flatnonzero(~_covered(part, kept))
         part = part[index]
         below = _at_most(part, part)
@@ -183,6 +185,7 @@ def _by_start(bound: Completion, made: list[_Made], late: Callable[[], bool]) ->
         return ColumnPool(vectors=np.zeros((0, choices), dtype=np.int64), by_start={})
     x, layers = bound.form.numbers, bound.p.num_layers
     sizes = [len(part.start) for part in made]
+    spend(20 * len(made), 60 * sum(sizes))
     c = np.repeat([part.c for part in made], sizes)
     m = np.repeat([part.m for part in made], sizes)
     start = np.concatenate([part.start for part in made])
@@ -251,6 +254,7 @@ def _from_table(bound: Completion, c: int, reach: Floats, late: Callable[[], boo
         if late():
             raise ColumnLimitReached
         base = column_costs(bound.form, bound.weights, bound.box, columns.counts[m], c)
+        spend(60, len(base) * (20 + 3 * len(wanted)))
         # Starts in the middle of the model have the same ends and room: all at once.
         inner = (wanted > 0) & (wanted + m < layers)
         for some in (wanted[:1][~inner[:1]], wanted[inner], wanted[1:][~inner[1:]]):
@@ -366,6 +370,7 @@ def _longer(bound: Completion, grown: _Growing, m: int, limit: _Limits) -> _Grow
     counts = np.concatenate([grown.counts + row for row in np.eye(len(p.choices), dtype=np.int64)])
     total = np.concatenate([grown.omega + omega[layer, b] for b in range(len(p.choices))])
     c = limit.c
+    spend(60, len(start) * (20 + 4 * len(p.choices) + 6 * len(limit.rhos)))
     tp, td = counts @ x.held_prefill_s[0, c], counts @ x.held_decode_s[0, c]
     sizes = counts @ p.all_layer_bytes[0]
     cost = counts @ priced_times(bound.form, bound.weights, c) + priced(total, p.theta)

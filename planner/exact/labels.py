@@ -17,7 +17,6 @@ multiplier, time = F - theta omega, and a completion bound counts once it reache
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +34,7 @@ from llmpq.planner.exact.column_generation import (
 )
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Floats, Problem
+from llmpq.planner.work_clock import now_s, spend
 
 Key = tuple[int, int, int]
 """(first class, state, last class)."""
@@ -153,7 +153,7 @@ class LabelSearch:
         return None if self.best is None else self._assignment()
 
     def _late(self) -> bool:
-        return time.perf_counter() > self.limits.deadline
+        return now_s() > self.limits.deadline
 
     def _prune(self, bucket: Labels, key: Key, a: int) -> Labels:
         """Drop labels that the best plan found since has made useless, and dominated ones."""
@@ -241,6 +241,7 @@ class LabelSearch:
         hop_d, busy_d = (way_d.total_s[last, c], way_d.held_s[last, c]) if way_d else (0.0, 0.0)
         in_sums = 1.0 if form.hops_in_sums else 0.0
         self.work += len(bucket.p) * len(m) * len(self.bounds)
+        spend(40, 15 * len(bucket.p) * len(m) * (1 + len(self.bounds)))
         if self.work > self.limits.max_work:
             raise LimitReached
         chunk = max(1, 400_000 // len(m))
@@ -328,6 +329,7 @@ class LabelSearch:
         block = 256
         for start in range(0, len(low), block):
             part = low[start : start + block]
+            spend(60, 16 * len(part) * (len(kept) + len(part)))
             alive = ~_dominated(part, kept, form.a, weights, strict=False)
             index = np.flatnonzero(alive)
             part = part[index]

@@ -17,7 +17,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -49,6 +48,7 @@ from llmpq.planner.problem.outcome import (
     WarmStart,
 )
 from llmpq.planner.problem.problem import Floats, Problem
+from llmpq.planner.work_clock import Timer, now_s
 
 if TYPE_CHECKING:
     from llmpq.planner.exact.start.walk import Walk
@@ -130,7 +130,7 @@ class Search:
         ceiling: float = math.inf,
     ) -> None:
         self.true = p
-        self.start = time.perf_counter()
+        self.start, self.timer = now_s(), Timer()
         self.deadline = deadline
         self.gap = gap / 2  # half of it for pruning, so that the stated gap is below what was asked
         self.budget, self.ceiling = budget, ceiling
@@ -170,7 +170,7 @@ class Search:
             assignment=self.best,
             value=self.value,
             bound=min(bound, self.value),
-            seconds=time.perf_counter() - self.start,
+            seconds=self.timer.seconds,
         )
 
     @property
@@ -194,16 +194,16 @@ class Search:
         ):
             return
         shape = tuple((s.cls, s.start, s.end) for s in plan.stages)
-        left = self.deadline - time.perf_counter()
+        left = self.deadline - now_s()
         if shape not in self.improved and left > 0:
             self.improved.add(shape)
             share = QUICK_IMPROVE_SHARE if self.in_quick_pass else START_SHARE / 4
-            limit = time.perf_counter() + left * share
+            limit = now_s() + left * share
             improved(self.incumbent, self.true_tables, plan, limit)
 
     def quick_pass(self, known: Assignment | None = None) -> float:
         """Search for a short time from the simplest plans; return the bound, often a proof."""
-        end, now = self.deadline, time.perf_counter()
+        end, now = self.deadline, now_s()
         self.deadline = now + QUICK_SHARE * max(0.0, end - now)
         if known is not None and not self.incumbent.offer(known):  # it has to be changed to fit
             improved(self.incumbent, self.true_tables, known, (now + self.deadline) / 2)
@@ -220,7 +220,7 @@ class Search:
 
     def resume(self, known: Assignment | None = None) -> None:
         """Improve the incumbent a little, where first incumbents were looked for before."""
-        now = time.perf_counter()
+        now = now_s()
         if self.best is None:
             self.begin(known)
         else:
@@ -230,7 +230,7 @@ class Search:
         """Look for first incumbents: simple plans and a known one, improved."""
         from llmpq.planner.exact.start.walk import begin
 
-        now = time.perf_counter()
+        now = now_s()
         left = max(0.0, self.deadline - now)
         limit = now + max(START_SHARE * left, min(START_S, left / 2))
         begin(self.walk, known, limit)
@@ -257,7 +257,7 @@ class Search:
     def run(self) -> float:
         """Search, improve an incumbent that is not proven; return the proven lower bound."""
         end = self.deadline
-        self.deadline -= POLISH_SHARE * max(0.0, end - time.perf_counter())
+        self.deadline -= POLISH_SHARE * max(0.0, end - now_s())
         bound, self.deadline = self._searched_by_links(), end
         if bound < self.target and self.best is not None:
             self.walk.from_best(end)
@@ -267,10 +267,10 @@ class Search:
         """Search with the nearest links, where that is another problem, then the true ones."""
         if self.p is self.true:
             return self._branch_and_bound()
-        end, now = self.deadline, time.perf_counter()
+        end, now = self.deadline, now_s()
         self.deadline = now + NEAREST_SHARE * max(0.0, end - now)
         bound, self.deadline = self._branch_and_bound(), end
-        if bound < self.target and time.perf_counter() < end:
+        if bound < self.target and now_s() < end:
             self.p = self.true
             self.space = Space(self.true)
             self.tables = self.true_tables
@@ -315,7 +315,7 @@ class Search:
         return min(self.target, least_node, least_pair, *self.unresolved)
 
     def _out_of_time(self) -> bool:
-        return time.perf_counter() > self.deadline
+        return now_s() > self.deadline
 
     def _node(self, form: Form, box: Box, depth: int, at_least: float = -math.inf) -> SearchNode:
         """Return a node bounded by its relaxation."""
@@ -425,7 +425,7 @@ def solve_exact(
     """
     if not p.numbers(*p.pairs[0]).uniform:
         return solve_ilp(p, time_limit_s=time_limit_s, gap=gap)
-    search = Search(p, time.perf_counter() + time_limit_s, gap, ceiling=warm.ceiling)
+    search = Search(p, now_s() + time_limit_s, gap, ceiling=warm.ceiling)
     bound = search.quick_pass(warm.known)
     if bound < search.target:
         (search.resume if warm.resumed else search.begin)(warm.known)

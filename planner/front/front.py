@@ -13,7 +13,6 @@ points is reached, or nothing wider than rounding is left and the front is compl
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field, replace
 
 from llmpq.planner.evaluate.objective import sum_omega, value
@@ -22,6 +21,7 @@ from llmpq.planner.front.least_omega import least_omega
 from llmpq.planner.front.quality import solve_budget
 from llmpq.planner.problem.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, WarmStart
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.work_clock import counting, now_s
 
 SAME = 1e-6
 """Relative difference below which two sums of omega, or widths, are taken as equal."""
@@ -60,6 +60,8 @@ class Front:
     """Every plan is within this relative distance of a listed one, in time or in sum of omega."""
     complete: bool
     """Whether every point of the front is listed."""
+    work_s: float = 0.0
+    """Of the search, by the clock that counts it (planner/work_clock.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,7 @@ class FrontSearch:
         return max(0.0, 1 / least - 1) if least > 0 else math.inf
 
     def _goes_on(self, most: int) -> bool:
-        late = time.perf_counter() >= self.deadline
+        late = now_s() >= self.deadline
         if late or not self.openings or len(self.points) >= most:
             return False
         return self.width(self._widest()) > 2 * SAME
@@ -265,13 +267,16 @@ class FrontSearch:
         return best.assignment
 
     def _seconds(self, share: float = POINT_SHARE) -> float:
-        return max(SHORTEST_S, share * (self.deadline - time.perf_counter()))
+        return max(SHORTEST_S, share * (self.deadline - now_s()))
 
 
-def pareto_front(p: Problem, *, points: int = 25, time_limit_s: float = 60.0) -> Front:
-    """Return the front, at most `points` of it."""
-    deadline = time.perf_counter() + time_limit_s
-    return FrontSearch(p=p.sharing_tables(), most=points, deadline=deadline).run()
+def pareto_front(
+    p: Problem, *, points: int = 25, time_limit_s: float = 60.0, ends_at: float = math.inf
+) -> Front:
+    """Return the front, at most `points` of it; limits as `SolveOptions` has them."""
+    with counting(ends_at) as clock:
+        search = FrontSearch(p=p.sharing_tables(), most=points, deadline=now_s() + time_limit_s)
+        return replace(search.run(), work_s=clock.spent_s)
 
 
 def _longest_s(p: Problem) -> float:

@@ -11,7 +11,6 @@ is within it, whichever way it is added up.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +32,7 @@ from llmpq.planner.problem.outcome import (
     WarmStart,
 )
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.work_clock import Timer, now_s
 from llmpq.units import shown_loss
 
 MOST_SOLVED = 30
@@ -60,7 +60,7 @@ def solve_budget(
     Its sum may exceed the budget by BUDGET_ROUNDING of it. A `theta` near the price at the budget
     and a known plan within it, where the caller has them, save looking for them.
     """
-    start = time.perf_counter()
+    start, timer = now_s(), Timer()
     uniform = p.numbers(*p.pairs[0]).uniform
     within = refuse_unreachable(p, budget) if uniform and theta is None else None
     free = p.with_changes(theta=0.0)
@@ -97,7 +97,7 @@ def solve_budget(
         assignment=search.best,
         value=seconds,
         bound=min(bound, seconds),
-        seconds=time.perf_counter() - start,
+        seconds=timer.seconds,
         note=f"fastest with sum omega <= {budget:g} (theta at the budget {theta:.3g})",
     )
 
@@ -138,7 +138,7 @@ def _offer_priced(p: Problem, search: Search, theta: float) -> None:
     """Offer the best plan of a theta, larger and larger, until one keeps the budget."""
     finest = 1e6 / max(float(p.omega.max()), 1e-9)
     for candidate in (theta, theta * 1.05, theta * 1.5, theta * 4.0, finest):
-        left = max(0.0, search.deadline - time.perf_counter())
+        left = max(0.0, search.deadline - now_s())
         if left == 0.0 and candidate != finest:
             continue
         limit = min(LONGEST_OFFER_S, left / 2)
@@ -171,7 +171,7 @@ def best_theta(p: Problem, budget: float, deadline: float = math.inf) -> float:
         row, column = np.unravel_index(int(np.argmin(bounds)), bounds.shape)
         least = float(bounds[row, column])
         best = min(found, default=(math.inf, 0.0))[0]
-        if not least < best or (found and time.perf_counter() > deadline):
+        if not least < best or (found and now_s() > deadline):
             break
         form = make_form(priced, p.prefill_sizes[row], p.decode_sizes[column])
         prices = relaxation.solve(form)

@@ -27,6 +27,7 @@ from llmpq.planner.problem.outcome import (
     Unfinished,
 )
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.work_clock import now_s, spend_s
 
 MAX_PROGRAMS = 3000
 """Programs to relax at most; with more, devices of a kind stay together, as in the paper's code."""
@@ -53,9 +54,10 @@ def solve_ilp(
     start = time.perf_counter()
     search = _Search(p, backend, start + time_limit_s, gap, budget)
     if not search.all_orders:
-        for known in adabits_plans(p, start + time_limit_s / 2):
+        for known in adabits_plans(p, now_s() + time_limit_s / 2):
             search.offer(known)
     search.run()
+    spend_s(time.perf_counter() - start)
     if search.best is None:
         if search.bound < math.inf:
             of = f"; {search.note}" if search.note else ""

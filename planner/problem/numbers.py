@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from llmpq.cost_model import Phase
 from llmpq.planner.costs.links import Floats, Hops
+from llmpq.planner.work_clock import spend
 from llmpq.workload import CHUNK_TOKENS
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def one_size(p: Problem, phase: Phase, size: int) -> tuple[Floats, Floats]:
 def _costs_of_size(p: Problem, phase: Phase, size: int) -> tuple[Floats, Floats]:
     work, costs, prefill = p.workload, p.costs, phase is Phase.PREFILL
     firsts = [c.first for c in p.classes]
+    spend(4 * len(firsts) * (len(p.choices) + 1))
     layers = np.array([end - start for start, end in p.groups], dtype=np.int64)
     if prefill:
         once = [

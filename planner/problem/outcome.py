@@ -55,6 +55,8 @@ class Outcome:
     seconds: float
     version: str = ""
     note: str = ""
+    work_s: float = 0.0
+    """Of the whole search, by the clock that counts its work (planner/work_clock.py)."""
 
     @property
     def gap(self) -> float | None:

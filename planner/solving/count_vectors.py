@@ -15,6 +15,7 @@ import numpy as np
 
 from llmpq.cluster import Cluster, Device
 from llmpq.planner.problem.problem import MANY_DEVICES, Problem
+from llmpq.planner.work_clock import spend
 
 Vector = tuple[int, ...]
 """Devices of each class; behind them groups of each kind."""
@@ -276,6 +277,7 @@ def _add(
     """Add an engine wherever its devices are left and it makes the sum larger."""
     source = tuple(slice(0, size - n) for size, n in zip(before.shape, v, strict=True))
     target = tuple(slice(n, None) for n in v)
+    spend(8, 3 * repeat * after.size)
     for _ in range(repeat):
         new = before[source] + done
         better = new > after[target]

@@ -21,9 +21,6 @@ from llmpq.planner.solving.count_vectors import Place, count_vectors
 from llmpq.precision import KVPrecision
 from llmpq.tensor_parallel import Member
 
-GROUP_GAIN = 1.05
-"""How many times as long as estimated stages that devices share are counted to take, where they are
-compared with others: what sums between devices take is estimated from links, not measured."""
 MOST_TOGETHER = 8
 """Devices of a group at most."""
 MOST_SHARE = 8
@@ -71,14 +68,7 @@ def with_groups(p: Problem, kvs: Sequence[KVPrecision]) -> WithGroups | None:
     if not kept:
         return WithGroups(problem=p, left_out=left_out)
     whole = _among(p, [*p.cluster.devices, *kept], kvs)
-    return WithGroups(problem=counted_longer(whole), left_out=left_out)
-
-
-def counted_longer(p: Problem) -> Problem:
-    """Return the problem with the times by which stages that devices share are compared."""
-    kinds = {device.profile_kind for device in p.cluster.devices if device.joined}
-    scale = {**p.costs.scale, **dict.fromkeys(kinds, GROUP_GAIN)}
-    return p.with_changes(costs=replace(p.costs, scale=scale))
+    return WithGroups(problem=whole, left_out=left_out)
 
 
 def may_group(p: Problem) -> bool:

@@ -24,6 +24,7 @@ from llmpq.planner.exact.bounds.relaxation import layer_groups
 from llmpq.planner.problem.numbers import chunk_sizes, distinct_sizes, last_share, one_size
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import Vector
+from llmpq.planner.work_clock import spend
 from llmpq.precision import KVPrecision
 
 EXACT, GRID = 24, 1.06
@@ -113,6 +114,7 @@ class EngineFloors:
         groups, sizes = one.groups, one.layer_bytes(batch)
         room = self.counts @ one.room
         cheapest = costs.min(axis=1)  # [V, B]
+        spend(100, 60 * costs.size)
         prices = (0.0, *(_slopes(cheapest, sizes) if self._with_memory else ()))
         losses, budget = (1.0,), 0.0
         if self.budget is not None:
@@ -155,6 +157,7 @@ class EngineFloors:
                     slow.append(c.a if first else c.d_weight(kappa))
                     once.append(1.0 if first else c.s_weight(kappa))
                 weight = np.array(slow)[None, :, None, None] * share[:, None, :, None]
+                spend(20, 3 * weight.size * own.layer_s.shape[2])
                 each = np.array(once)[:, None, None]
                 layer = each * own.layer_s + weight * own.held_s + lacks[:, None]
                 of_ends = each * own.ends_s + weight * own.held_ends_s + lacks[:, None]

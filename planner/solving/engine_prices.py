@@ -7,7 +7,6 @@ of as many rows. Prices are kept: engines of alike devices are solved once.
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +20,7 @@ from llmpq.planner.solving.count_vectors import CountVectors, Vector
 from llmpq.planner.solving.engine_floors import EngineFloors
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import Solved, best_plan, variants_with_room
+from llmpq.planner.work_clock import now_s
 
 GRID, MOST_SIZES = 1.1, 40
 """Ratio of the batches at which times of layers are looked up, larger where they were too many."""
@@ -59,7 +59,7 @@ class EnginePrices:
         deadline_s: float = math.inf,
         engine_s: float = math.inf,
     ) -> None:
-        """`deadline_s`: when to stop, by `time.process_time`; `engine_s`: seconds of one solve."""
+        """`deadline_s`: when to stop, `engine_s`: of one solve; by the clock of searches."""
         self.p = p if options.budget is None else p.with_changes(theta=0.0)
         self.vectors, self.options = vectors, replace(options, prefer=None)
         self.deadline_s, self._engine_s = deadline_s, engine_s
@@ -77,7 +77,7 @@ class EnginePrices:
     @property
     def late(self) -> bool:
         """Whether the time is over."""
-        return time.process_time() > self.deadline_s
+        return now_s() > self.deadline_s
 
     def note(self, v: Vector, rows: int, price: EnginePrice) -> None:
         """Keep a price that is known from elsewhere."""
@@ -137,7 +137,7 @@ class EnginePrices:
 
     def _solved(self, job: Problem, ceiling: float) -> tuple[Solved | None, float]:
         """Return the best plan below a ceiling and a bound; infinite where none fits."""
-        left_s = min(self._engine_s, max(0.05, self.deadline_s - time.process_time()))
+        left_s = min(self._engine_s, max(0.05, self.deadline_s - now_s()))
         options = replace(self.options, time_limit_s=min(left_s, self.options.time_limit_s))
         try:
             found = best_plan(job, options, ceiling=ceiling)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmpq.plan import Prefer
@@ -20,12 +22,19 @@ PLANNERS = ("exact", "ilp", "heuristic", "adabits", "pipeedge", "uniform")
 NO_PLAN = "--method flexgen is an estimate of offloading, not a plan; see it with --method all"
 
 
+WORK_SHARE = 0.5
+"""Seconds of work in a second of the user's limit: the same work takes longer under load."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SolveOptions:
     """How to solve: what the flags about solving ask for."""
 
     method: str = "exact"
     time_limit_s: float = 60.0
+    """Of a search, in seconds of its work (planner/work_clock.py); of `ilp`, by the time of day."""
+    ends_at: float = math.inf
+    """When every search ends, of `time.perf_counter`."""
     gap: float = 1e-6
     """Relative gap to prove."""
     backend: Backend = "highs"
@@ -44,10 +53,24 @@ class SolveOptions:
     """Whether solvers run in a child process, so that a crash inside one ends nothing else."""
     known: KnownPlan | None = None
     """A plan to start from, which need not fit; of solvers in this process."""
+    tie: float = 0.0
+    """Share by which engines of one device each may be slower than the best topology, and are taken
+    all the same: they send nothing between devices."""
     groups: bool = True
     """Whether devices of a node may share stages in tensor parallel."""
     names_context: bool = False
     """Whether the job's length was given as a context, which a refusal then names."""
+
+    @property
+    def asked_s(self) -> float:
+        """The user's limit, from which these were made."""
+        return self.time_limit_s / (1.0 if self.method == "ilp" else WORK_SHARE)
+
+
+def within(options: SolveOptions, seconds: float) -> SolveOptions:
+    """Return options whose searches end by so many seconds from now, whatever load there is."""
+    work_s = seconds if options.method == "ilp" else seconds * WORK_SHARE
+    return replace(options, time_limit_s=work_s, ends_at=time.perf_counter() + seconds)
 
 
 def solve(p: Problem, options: SolveOptions, warm: WarmStart = COLD) -> Outcome:

@@ -6,7 +6,6 @@ It runs solvers in this process; planner/solving/worker.py runs it in one of its
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from llmpq.planner.problem.outcome import (
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.refusal import NothingFitsError, too_big
 from llmpq.planner.solving.methods import SolveOptions, solve
+from llmpq.planner.work_clock import Timer, counting, now_s
 
 FIRST_SHARE = 0.4
 """Share of the time that the problem with the smallest bound has at least."""
@@ -63,15 +63,15 @@ class KvPrecisionSweep:
     def solve_all(self) -> None:
         """Solve every problem; keep the best plan."""
         limit = self.options.time_limit_s
-        deadline = time.perf_counter() + limit
+        deadline = now_s() + limit
         waiting = self._by_promise() if self.options.method == "exact" else self._as_given()
         for k, index in enumerate(waiting):
-            left = max(0.0, deadline - time.perf_counter())
+            left = max(0.0, deadline - now_s())
             share = max(1 / (len(waiting) - k), FIRST_SHARE if k == 0 else 0.0)
             self._solve(index, limit if math.isinf(left) else left * share)
         again = sorted(self.bounds, key=lambda index: self.bounds[index])
         for index in again if len(self.problems) > 1 and self.options.method == "exact" else ():
-            left = deadline - time.perf_counter()
+            left = deadline - now_s()
             if left > AGAIN_SHARE * limit and self._may_be_better(index):
                 self._solve(index, left)
         self._move_to_another_kv()
@@ -158,6 +158,7 @@ def _worth(p: Problem, a: Assignment, budget: float | None) -> float:
 
 SOLVE_SHARE = 0.6
 """Share of the time left that one solve may take, where a preference takes several."""
+CUT = "the time limit ended the search before its work was done: with less load it may find more"
 HEAD_SHARE = 0.3
 """Share of the time that a search has, at least, if it has to go on with another output matrix."""
 
@@ -175,20 +176,26 @@ def search_plan(problem: Problem, options: SolveOptions, *, ceiling: float = mat
 
     `Unfinished` where none is below `ceiling`, which is of one theta or a budget.
     """
-    if options.prefer:
-        return _preferred(problem, options)
-    return best_plan(problem, options, ceiling=ceiling)
+    with counting(options.ends_at) as clock:
+        if options.prefer:
+            found = _preferred(problem, options)
+        else:
+            found = best_plan(problem, options, ceiling=ceiling)
+    outcome = replace(found.outcome, work_s=clock.spent_s)
+    if clock.cut and outcome.status == "feasible":
+        outcome = replace(outcome, note="; ".join(filter(None, (outcome.note, CUT))))
+    return replace(found, outcome=outcome)
 
 
 def _preferred(problem: Problem, options: SolveOptions) -> Solved:
     """Return the plan of the front that a preference takes, and the problem with its theta."""
     assert options.prefer is not None, "there is a preference"
-    start_s, deadline_s = time.perf_counter(), time.perf_counter() + options.time_limit_s
+    timer, deadline_s = Timer(), now_s() + options.time_limit_s
     unit = problem.sensitivity.four_bit_omega()
     price = WEIGHTS[options.prefer] / unit if unit else 0.0
 
     def solve_at(theta: float) -> Scored[Solved]:
-        share = SOLVE_SHARE * (deadline_s - time.perf_counter())
+        share = SOLVE_SHARE * (deadline_s - now_s())
         limit = share if math.isfinite(share) else options.time_limit_s
         found = best_plan(
             problem.with_changes(theta=theta),
@@ -213,10 +220,9 @@ def _preferred(problem: Problem, options: SolveOptions) -> Solved:
         price=price,
         guess=guess,
         corner=corner if options.method == "exact" else None,
-        late=lambda: time.perf_counter() > deadline_s,
+        late=lambda: now_s() > deadline_s,
     )
-    seconds = time.perf_counter() - start_s
-    return replace(best.plan, outcome=replace(best.plan.outcome, seconds=seconds))
+    return replace(best.plan, outcome=replace(best.plan.outcome, seconds=timer.seconds))
 
 
 def best_plan(
@@ -233,7 +239,7 @@ def best_plan(
     of all of them, and of `other_bound`: that of plans of the same job that this problem does not
     have. `Unfinished` with its bound where no plan is below `ceiling`.
     """
-    start_s, limit = time.perf_counter(), options.time_limit_s
+    timer, limit = Timer(), options.time_limit_s
     variants = variants_with_room(problem, options) if variants is None else variants
     sweep = KvPrecisionSweep(variants, options, ceiling=ceiling)
     sweep.solve_all()
@@ -247,7 +253,7 @@ def best_plan(
     priced, outcome = sweep.problems[sweep.best[0]], sweep.best[1]
     bound = min(*sweep.bounds.values(), other_bound)
     if _rounds_the_head_only(priced, outcome):
-        left = max(limit - (time.perf_counter() - start_s), HEAD_SHARE * limit)
+        left = max(limit - timer.work_s, HEAD_SHARE * limit)
         with suppress(DoesNotFitError, Unfinished):
             # Plans that mix precisions go on with a rounded output matrix: their bound stands.
             options = replace(options, time_limit_s=left)

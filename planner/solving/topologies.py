@@ -14,7 +14,7 @@ from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import BUDGET_ROUNDING, job_time, value
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import MOST_VECTORS, Place, Vector
-from llmpq.planner.solving.device_groups import GROUP_GAIN, on_places, with_groups
+from llmpq.planner.solving.device_groups import on_places, with_groups
 from llmpq.planner.solving.engine_prices import EnginePrice
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import Solved, best_plan
@@ -27,6 +27,7 @@ from llmpq.planner.solving.topology_search import (
     dealt_equally,
     equal_shares,
 )
+from llmpq.planner.work_clock import counting
 
 SAME = 1e-9
 """Relative difference of the values of one plan on devices that are alike."""
@@ -54,10 +55,11 @@ class FoundTopology:
     bound: float
     """No topology has a lower value; where this one has no shared stages, none that has them has
     GROUP_GAIN times a lower one."""
-    counted: float
-    """The value by which it is compared: shared stages take GROUP_GAIN times as long."""
     gain: float
-    """How many times as long its slowest engine is counted to take."""
+    """How many times longer it is counted to take, where it is compared with others."""
+    quicker: float
+    """Share by which the best that was found is quicker, where it sends between devices and these
+    engines do not."""
     seconds: float
     simple: Mapping[str, Simple | None]
     """`card`: the best single device, `node`: an engine a node, where there are several, `each`: an
@@ -67,9 +69,18 @@ class FoundTopology:
     """Kinds of groups of devices that were looked at as stages in tensor parallel."""
     groups_left_out: int = 0
     """Sets of devices that were not."""
+    work_s: float = 0.0
+    """Of the search, by the clock that counts it (planner/work_clock.py)."""
+    cut: bool = False
+    """Whether the time limit ended the search before its work was done."""
     most: tuple[tuple[Vector, int], ...] = ()
     """Rows that each engine of stages of one device may do below the bound, as is proven; none
     where not all engines are listed."""
+
+    @property
+    def counted(self) -> float:
+        """The value by which it is compared with others."""
+        return self.gain * self.value
 
 
 def best_topology(
@@ -81,14 +92,23 @@ def best_topology(
     gap: float = TOPOLOGY_GAP,
 ) -> FoundTopology:
     """Return the best topology of a batch job; the plans of its engines are on their devices."""
+    with counting(options.ends_at) as clock:
+        found = _best_topology(p, options, known, exactly, gap)
+    return replace(found, work_s=clock.spent_s, cut=clock.cut)
+
+
+def _best_topology(
+    p: Problem, options: SolveOptions, known: KnownPipeline, exactly: int | None, gap: float
+) -> FoundTopology:
     grouped = with_groups(p, options.kvs) if options.groups else None
     among = p if grouped is None else grouped.problem
     search = TopologySearch(among, options, known=known, exactly=exactly, gap=gap)
     parts, by_node = search.try_parts(), search.vectors.by_node
-    card, equal = _best_card(search, p), _equal(search, p)
+    card, equal = _best_card(search), _equal(search)
     each = search.one_a_device()
     search.offer([(v, rows) for v, rows, _ in each])
-    found = search.run()
+    best = search.run()
+    found = search.without_sending(best, each)
     engines = tuple(
         FoundEngine(
             places=one.places,
@@ -98,32 +118,24 @@ def best_topology(
         )
         for one in found.engines
     )
-    # A plain engine may be the slowest beside one that shares stages.
-    values = [one.waves * one.solved.outcome.value for one in engines]
-    own_value, gain = max(values, default=found.value), 1.0
-    shares = any(not isinstance(place, str) for one in engines for place in one.places)
-    if shares:
-        slow = max(range(len(engines)), key=lambda at: found.engines[at].price.value)
-        time_s = _time_s(found.engines[slow].price, p)
-        gain += (found.engines[slow].price.value - values[slow]) / time_s
     nodes = len(search.vectors.partitions[0]) if by_node else 0
     return FoundTopology(
         engines=engines,
-        value=own_value,
-        bound=min(found.bound / (GROUP_GAIN if shares else 1.0), own_value),
-        counted=found.value,
-        gain=gain,
+        value=found.value,
+        bound=found.bound,
+        gain=found.gain,
+        quicker=found.value / best.value - 1 if found is not best else 0.0,
         seconds=found.seconds,
         simple={
             "card": card,
-            "node": _apart(parts, nodes, "node", p) if by_node else None,
-            "each": _apart(each, sum(search.vectors.counts), "device", p),
+            "node": _apart(parts, nodes, "node") if by_node else None,
+            "each": _apart(each, sum(search.vectors.counts), "device"),
             "equal": equal,
-            "shared": _best_shared(search, p),
+            "shared": _best_shared(search),
         },
         groups=len(search.vectors.groups),
         groups_left_out=0 if grouped is None else grouped.left_out,
-        most=() if shares else search.most_of_each(found.bound),
+        most=() if found.gain > 1 else search.most_of_each(found.bound),
     )
 
 
@@ -161,31 +173,14 @@ def _least_bytes(p: Problem, options: SolveOptions) -> float:
     return float(max(bounds))
 
 
-def _time_s(price: EnginePrice, p: Problem) -> float:
-    """Return the seconds of an engine's rows at the job's own costs."""
+def _time_s(price: EnginePrice) -> float:
+    """Return the seconds of an engine's rows."""
     assert price.solved is not None
-    solved = _as_estimated(price.solved, p)
+    solved = price.solved
     return price.waves * job_time(solved.problem, solved.outcome.assignment).total_s
 
 
-def _as_estimated(solved: Solved, p: Problem) -> Solved:
-    """Return an engine's plan at the job's own costs, shared stages not counted longer."""
-    scale, costs = p.costs.scale, solved.problem.costs
-    if costs.scale == scale:
-        return solved
-    own, bound = (
-        solved.problem.with_changes(costs=replace(costs, scale=scale)),
-        solved.outcome.bound,
-    )
-    outcome = replace(
-        solved.outcome,
-        value=value(own, solved.outcome.assignment),
-        bound=None if bound is None else bound / GROUP_GAIN,
-    )
-    return Solved(problem=own, outcome=outcome)
-
-
-def _best_card(search: TopologySearch, p: Problem) -> Simple | None:
+def _best_card(search: TopologySearch) -> Simple | None:
     """Return what the best single device would take for the whole job."""
     found, classes = list[tuple[float, Simple]](), search.prices.p.classes
     for at, cls in enumerate(classes):
@@ -194,11 +189,11 @@ def _best_card(search: TopologySearch, p: Problem) -> Simple | None:
         v: Vector = tuple(int(c == at) for c in range(len(classes)))
         price = search.prices.price(v, search.prices.rows)
         if price.solved is not None:
-            found.append((price.value, (cls.first.name, _time_s(price, p), price.omega)))
+            found.append((price.value, (cls.first.name, _time_s(price), price.omega)))
     return min(found)[1] if found else None
 
 
-def _best_shared(search: TopologySearch, p: Problem) -> Simple | None:
+def _best_shared(search: TopologySearch) -> Simple | None:
     """Return what the best group of even shares would take for the whole job, as one stage.
 
     Of the largest groups.
@@ -207,22 +202,22 @@ def _best_shared(search: TopologySearch, p: Problem) -> Simple | None:
     for v, group in search.even_groups().items():
         price = search.prices.price(v, search.prices.rows)
         if price.solved is not None:
-            found.append((price.value, (group.kind, _time_s(price, p), price.omega)))
+            found.append((price.value, (group.kind, _time_s(price), price.omega)))
     return min(found)[1] if found else None
 
 
-def _apart(deals: Sequence[Deal], of: int, what: str, p: Problem) -> Simple | None:
+def _apart(deals: Sequence[Deal], of: int, what: str) -> Simple | None:
     """Return what an engine on every device, or node, takes; None where none fits."""
     if not deals:
         return None
     left_out = of - len(deals)
     words = f"{len(deals)} engine{'s' * (len(deals) > 1)}"
     words += f", {left_out} {what}{'s' * (left_out > 1)} left out" if left_out else ""
-    times = [_time_s(price, p) for _, _, price in deals]
+    times = [_time_s(price) for _, _, price in deals]
     return words, max(times), max(price.omega for _, _, price in deals)
 
 
-def _equal(search: TopologySearch, p: Problem) -> Simple | None:
+def _equal(search: TopologySearch) -> Simple | None:
     """Return what the best equal shares of all devices would take, each for its rows."""
     counts, rows = search.vectors.counts, search.prices.rows
     found = list[tuple[float, Simple]]()
@@ -232,7 +227,7 @@ def _equal(search: TopologySearch, p: Problem) -> Simple | None:
         price = search.prices.price(v, most)
         if price.solved is not None:
             each = _in_words(search, v)
-            simple = f"{engines} engines of {each}", _time_s(price, p), price.omega
+            simple = f"{engines} engines of {each}", _time_s(price), price.omega
             found.append((price.value, simple))
     return min(found)[1] if found else None
 
@@ -267,10 +262,8 @@ def _moved(search: TopologySearch, engine: ChosenEngine, p: Problem) -> Solved:
         a = replace(found.outcome.assignment, stages=stages)
         before, after = value(found.problem, found.outcome.assignment), value(own, a)
         if fits(own, a) and math.isclose(before, after, rel_tol=SAME):
-            return _as_estimated(
-                Solved(problem=own, outcome=replace(found.outcome, assignment=a)), p
-            )
-    return _as_estimated(best_plan(own, replace(search.prices.options, kvs=(own.kv,))), p)
+            return Solved(problem=own, outcome=replace(found.outcome, assignment=a))
+    return best_plan(own, replace(search.prices.options, kvs=(own.kv,)))
 
 
 def _numbers_of(before: Problem, after: Problem) -> dict[int, int] | None:

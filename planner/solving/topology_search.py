@@ -11,7 +11,6 @@ or it proves that one of them does fewer.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,12 +19,13 @@ from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import CountVectors, Place, Vector
 from llmpq.planner.solving.engine_prices import EnginePrice, EnginePrices
 from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.work_clock import Timer, now_s
 
 TOPOLOGY_GAP = 1e-3
 """Relative gap to which topologies are searched: more engines must be better by more than this."""
-TOPOLOGY_SHARE = 1 / 20
+TOPOLOGY_SHARE = 1 / 10
 """Share of the time limit that the search of topologies may compute, after that of one pipeline."""
-PARTS_SHARE = 1 / 5
+PARTS_SHARE = 2 / 5
 """Share of the time limit that engines of whole nodes may compute before that, where there are
 several nodes."""
 REDEALS = 2
@@ -36,6 +36,9 @@ CEILING_STEP, MOST_ABOVE = 1.25, 100.0
 """Steps in which engines that must be there are looked for above the value of one pipeline."""
 MOST_ROUNDS = 2000
 HALVINGS = 30
+GROUP_GAIN = 1.05
+"""How many times as good topologies with stages that devices share must be as those without: what
+sums between devices take is estimated from links, not measured."""
 MOST_TRIED = 4
 """Engines with groups of devices that are tried first."""
 
@@ -49,6 +52,13 @@ class ChosenEngine:
     rows: int
     price: EnginePrice
 
+    @property
+    def sends(self) -> bool:
+        """Whether its devices send each other anything."""
+        solved = self.price.solved
+        stages = () if solved is None else solved.outcome.assignment.stages
+        return len(stages) > 1 or not all(isinstance(place, str) for place in self.places)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedTopology:
@@ -57,7 +67,10 @@ class SearchedTopology:
     engines: tuple[ChosenEngine, ...]
     value: float
     bound: float
-    """No topology has a lower value."""
+    """No topology has a lower value; where this one has no groups, none that has them has
+    GROUP_GAIN times a lower one."""
+    gain: float = 1.0
+    """How many times longer it is counted to take, where it is compared: GROUP_GAIN with groups."""
     seconds: float = 0.0
 
 
@@ -67,6 +80,7 @@ class KnownPipeline:
 
     value: float = math.inf
     bound: float = 0.0
+    stages: int = 1
 
 
 Deal = tuple[Vector, int, EnginePrice]
@@ -86,7 +100,7 @@ class TopologySearch:
         gap: float = TOPOLOGY_GAP,
     ) -> None:
         """`known`: of one pipeline over any of the devices; `exactly`: how many engines."""
-        self._start_s = time.perf_counter()
+        self._timer = Timer()
         self._limit_s = options.time_limit_s
         share = options.time_limit_s * TOPOLOGY_SHARE
         self.vectors = CountVectors(p)
@@ -94,7 +108,7 @@ class TopologySearch:
             p,
             self.vectors,
             replace(options, gap=max(options.gap, gap / 2)),
-            deadline_s=time.process_time() + share,
+            deadline_s=now_s() + share,
             engine_s=share * ENGINE_SHARE,
         )
         self._gap, self._exactly = gap, exactly
@@ -102,7 +116,7 @@ class TopologySearch:
         """Rows from which on an engine is not looked at any more, without a proof."""
         self.best: tuple[ChosenEngine, ...] | None = None
         """None: the known pipeline, or nothing."""
-        known = known or KnownPipeline()
+        self._known = known = known or KnownPipeline()
         self.value = known.value if exactly in (None, 1) else math.inf
         self._ceiling = self._first_ceiling = known.value
         """Value below which engines are looked for; higher once there are none (`exactly`)."""
@@ -123,11 +137,11 @@ class TopologySearch:
         nodes: list[Deal] = []
         if self._exactly == 1:  # one engine is the known pipeline, or has groups
             return nodes
-        self.prices.deadline_s = time.process_time() + self._limit_s * PARTS_SHARE
+        self.prices.deadline_s = now_s() + self._limit_s * PARTS_SHARE
         for at, parts in enumerate(self.vectors.partitions):
             found = self._tuned(parts)
             nodes = found if at == 0 else nodes
-        self.prices.deadline_s = time.process_time() + self._limit_s * TOPOLOGY_SHARE
+        self.prices.deadline_s = now_s() + self._limit_s * TOPOLOGY_SHARE
         return nodes
 
     def _tuned(self, parts: Sequence[Vector]) -> list[Deal]:
@@ -182,22 +196,33 @@ class TopologySearch:
     def run(self) -> SearchedTopology:
         """Search; return the best topology. Without engines it is the known pipeline.
 
-        First of stages of one device, as if there were no groups: with groups it is never worse.
+        First of stages of one device, as if there were no groups; then of all, but with groups it
+        has to be GROUP_GAIN times as good.
         """
         self._seed()
         proven = self._improve(self._plain)
+        value, bound = self.value, self._target if proven else self.bound(self._plain)
+        shares = bool(self.vectors.groups) and self._with_groups()
         if self.vectors.groups:
-            self.prices.deadline_s = time.process_time() + self._limit_s * TOPOLOGY_SHARE
-            self._ceiling = self._first_ceiling
-            self._try_groups()
-            proven = self._improve(self.vectors.vectors)
-        bound = self._target if proven else self.bound()
+            with_groups = self._target if self._all_proven else self.bound(self.vectors.vectors)
+            bound = with_groups if shares else min(bound, with_groups * GROUP_GAIN)
+        value = self.value if shares else value
         return SearchedTopology(
             engines=self.best or (),
-            value=self.value,
-            bound=min(bound, self.value),
-            seconds=time.perf_counter() - self._start_s,
+            value=value,
+            bound=min(bound, value),
+            gain=GROUP_GAIN if shares else 1.0,
+            seconds=self._timer.seconds,
         )
+
+    def _with_groups(self) -> bool:
+        """Look for topologies with groups that are GROUP_GAIN times as good; whether one is."""
+        before, self.value = self.best, self.value / GROUP_GAIN
+        self._ceiling = self._first_ceiling = self._first_ceiling / GROUP_GAIN
+        self.prices.deadline_s = now_s() + self._limit_s * TOPOLOGY_SHARE
+        self._try_groups()
+        self._all_proven = self._improve(self.vectors.vectors)
+        return self.best is not before
 
     @property
     def _plain(self) -> list[Vector]:
@@ -304,7 +329,18 @@ class TopologySearch:
 
     def one_a_device(self) -> list[Deal]:
         """Return engines of one device each, with the rows that let all end about together."""
-        return self._evenly(self.single_devices)
+        each = self.single_devices
+        return self._tuned(each) if self._exactly is None else self._evenly(each)
+
+    def without_sending(self, best: SearchedTopology, each: Sequence[Deal]) -> SearchedTopology:
+        """Return engines of one device `each` where they are as good as the best within the tie."""
+        tie, value = self.prices.options.tie, _slowest(each)
+        pipeline = not best.engines and self._known.stages > 1
+        sends = pipeline or any(one.sends for one in best.engines)
+        as_good = bool(each) and value <= best.value * (1 + tie)
+        if self._exactly is not None or not (tie and sends and as_good):
+            return best
+        return replace(best, engines=self._named(each), value=value, gain=1 / (1 + tie))
 
     def _evenly(self, each: Sequence[Vector]) -> list[Deal]:
         """Return these engines, with the rows that let all end about together, as floors have it.
@@ -377,18 +413,21 @@ class TopologySearch:
             found.append((v, rows, price))
         if self._exactly is not None and len(found) != self._exactly:
             return
-        used = [0] * len(self.vectors.counts)
-        named = []
-        for v, rows, price in found:
+        if all(price.solved is not None for _, _, price in found):
+            self.best = self._named(found)
+            self.value = max(price.value for _, _, price in found)
+
+    def _named(self, deals: Sequence[Deal]) -> tuple[ChosenEngine, ...]:
+        """Return engines with devices of their own."""
+        used, named = [0] * len(self.vectors.counts), []
+        for v, rows, price in deals:
             places = self.vectors.places(v, used)
             named.append(ChosenEngine(vector=v, places=places, rows=rows, price=price))
             used = [n + more for n, more in zip(used, self.vectors.used(v), strict=True)]
-        if all(price.solved is not None for _, _, price in found):
-            self.best = tuple(named)
-            self.value = max(price.value for _, _, price in found)
+        return tuple(named)
 
-    def bound(self) -> float:
-        """Return the largest value found below which engines cannot do all rows, as is proven."""
+    def bound(self, engines: Sequence[Vector]) -> float:
+        """Return the largest value found below which these cannot do all rows, as is proven."""
         if not self.vectors.complete:
             return min(self.prices.floor_of_all(), self.value)
         low, high = 0.0, self.value
@@ -396,7 +435,7 @@ class TopologySearch:
             return low
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            total, _ = self._most_rows(self.vectors.vectors, middle, proven=True)
+            total, _ = self._most_rows(engines, middle, proven=True)
             if total < self.prices.rows:
                 low = middle
             else:

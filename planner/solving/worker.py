@@ -152,11 +152,13 @@ def _solved(problem: Problem, answer: dict[str, Any]) -> Solved:
     return Solved(problem=solved, outcome=_outcome(answer["outcome"]))
 
 
-def front_in_child(problem: Problem, *, points: int, time_limit_s: float) -> Front:
+def front_in_child(
+    problem: Problem, *, points: int, time_limit_s: float, ends_at: float = math.inf
+) -> Front:
     """Return the front of a problem."""
     from llmpq.planner.front.front import Front, FrontPoint
 
-    options = {"points": points, "time_limit_s": time_limit_s}
+    options = {"points": points, "time_limit_s": time_limit_s, "ends_at": ends_at}
     answer = run_in_child(problem, "front", options, method="exact")
     listed = [
         FrontPoint(**{**point, "outcome": _outcome(point["outcome"])}) for point in answer["points"]
@@ -259,9 +261,11 @@ def _topology(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
         "value": found.value,
         "bound": found.bound,
         "seconds": found.seconds,
+        "work_s": found.work_s,
+        "cut": found.cut,
         "simple": found.simple,
-        "counted": found.counted,
         "gain": found.gain,
+        "quicker": found.quicker,
         "groups": found.groups,
         "groups_left_out": found.groups_left_out,
         "most": found.most,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmpq.planner.traffic.simulated import EngineModel, simulate
+from llmpq.planner.work_clock import now_s, spend_s
 from llmpq.service_measures import ATTAINMENT, ServiceLimits, ServiceMeasures
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.traffic import Arrival, at_rate, repeated
@@ -18,6 +19,8 @@ DOWN = 0.7
 """Of a rate that is too high, the next to try until one is kept."""
 ASKED_APART = 2
 """Rates that are too high before requests are tried alone."""
+STEP_S = 2e-4
+"""Seconds of work of a simulated step (0.22 ms of a core, 2026-11)."""
 GENERATIONS = 3
 """Requests by which a rate is found, in those that run at once: fewer show no queue."""
 
@@ -59,7 +62,7 @@ def measured_at(
 ) -> ServiceMeasures:
     """Return how engines serve a traffic, at another rate than its own if one is given."""
     moved = traffic if rate_per_s is None else at_rate(traffic, rate_per_s)
-    return ServiceMeasures.of(simulate(models, moved, deadline_s=deadline_s), limits)
+    return ServiceMeasures.of(simulate(models, moved, late=_late_after(deadline_s)), limits)
 
 
 def requests_at_once(models: Sequence[EngineModel], traffic: Sequence[Arrival]) -> int:
@@ -85,9 +88,9 @@ def highest_rate(
     a rate that lasts: a traffic that ends before engines are full says nothing of it, so it is
     repeated to `GENERATIONS` times the requests that run at once, of which the first are left out,
     and no rate counts that is above the one at which requests end in full engines. Found by
-    bisection that begins at `guess_per_s`, a guess of that highest rate. `deadline_s`: the time of
-    `time.perf_counter` from which the best rate so far is returned, or `TimeoutError` is raised
-    where none was found. The measures are of the traffic itself at the rate.
+    bisection that begins at `guess_per_s`, a guess of that highest rate. `deadline_s`: of
+    the clock of searches, from when on the best rate so far is returned, or `TimeoutError` is
+    raised where none was found. The measures are of the traffic itself at the rate.
     """
     if limits.ttft_s is None and limits.tpot_s is None:
         at_once = measured_at(models, traffic, limits, math.inf, deadline_s=deadline_s)
@@ -132,7 +135,7 @@ def _full_rate(
     models: Sequence[EngineModel], long: Sequence[Arrival], running: int, deadline_s: float
 ) -> float:
     """Return the rate at which requests end while engines are full: none lasts above it."""
-    served = simulate(models, at_rate(long, math.inf), deadline_s=deadline_s)
+    served = simulate(models, at_rate(long, math.inf), late=_late_after(deadline_s))
     ends = sorted(one.end_s for one in served)
     last = running * (len(ends) // running - 1)
     return (last - running) / max(ends[last] - ends[running], 1e-9)
@@ -146,5 +149,15 @@ def _lasts(
     deadline_s: float,
 ) -> bool:
     """Whether the limits are kept behind the first requests, which find engines empty."""
-    settled = simulate(models, long, deadline_s=deadline_s)[running:]
+    settled = simulate(models, long, late=_late_after(deadline_s))[running:]
     return ServiceMeasures.of(settled, limits).attained >= ATTAINMENT
+
+
+def _late_after(deadline_s: float) -> Callable[[], bool]:
+    """Return what counts a simulated step, and says whether the time is over."""
+
+    def late() -> bool:
+        spend_s(STEP_S)
+        return now_s() > deadline_s
+
+    return late

@@ -9,7 +9,6 @@ step and simulated; the simulator decides.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -32,6 +31,7 @@ from llmpq.planner.traffic.rates import (
     requests_at_once,
 )
 from llmpq.planner.traffic.steady_state import MeanLengths
+from llmpq.planner.work_clock import Timer, counting, now_s
 from llmpq.service_measures import ATTAINMENT, Quantiles, ServiceMeasures
 from llmpq.topology import EngineShare, Topology, TopologyPredicted
 
@@ -122,7 +122,7 @@ class _Search:
     """Whether the time was too short for a simulation."""
 
     def left_s(self) -> float:
-        return self.deadline_s - time.perf_counter()
+        return self.deadline_s - now_s()
 
     def engine(self, v: Vector, requests: int, step_tokens: int) -> EnginePlan | None:
         """Return the plan of an engine of alike devices, solved once."""
@@ -220,7 +220,18 @@ def search_traffic(
     objective: TrafficObjective,
 ) -> TrafficAnswer:
     """Return the best plan for a traffic; `DoesNotFitError` where no engine fits or is in time."""
-    start_s = time.perf_counter()
+    with counting(options.ends_at):
+        return _searched(problem, options, path, traffic, objective)
+
+
+def _searched(
+    problem: Problem,
+    options: SolveOptions,
+    path: str | None,
+    traffic: NamedTraffic,
+    objective: TrafficObjective,
+) -> TrafficAnswer:
+    timer, start_s = Timer(), now_s()
     lengths = MeanLengths.of(traffic)
     grouped = with_groups(problem, options.kvs) if options.groups else None
     search = _Search(
@@ -261,7 +272,7 @@ def search_traffic(
         tried=len(search.known),
         complete=complete and not search.late,
         simulated=simulated,
-        seconds=time.perf_counter() - start_s,
+        seconds=timer.seconds,
     )
 
 
@@ -271,8 +282,7 @@ def _all_valued(
     """Simulate ways to serve, each for half of the time left; None of those it is too short for."""
     found: dict[str, Valued | None] = {}
     for name, vectors in ways.items():
-        now_s = time.perf_counter()
-        search.deadline_s = now_s + max(0.0, end_s - now_s) / 2
+        search.deadline_s = now_s() + max(0.0, end_s - now_s()) / 2
         engines = search.engines(vectors)
         try:
             found[name] = None if engines is None else _simulated(search, name, engines)

@@ -7,8 +7,7 @@ Requests go to the engine that is predicted to end them first, as `serve` routes
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from llmpq.plan import Plan
@@ -74,12 +73,12 @@ def simulate(
     traffic: Sequence[Arrival],
     *,
     vocab: int = 1000,
-    deadline_s: float = math.inf,
+    late: Callable[[], bool] | None = None,
 ) -> list[ServedRequest]:
     """Return when each request of a traffic is served, in order of arrival.
 
-    `ValueError` names a request for which no engine has room; `TimeoutError` where
-    `time.perf_counter` is past `deadline_s` before the end.
+    `ValueError` names a request for which no engine has room; `TimeoutError` where it is `late`,
+    which is asked before every step.
     """
     shares_blocks = any(arrival.blocks for arrival in traffic)
     replicas = [_Replica(engine=one.engine(), speed=one.speed) for one in models]
@@ -87,7 +86,7 @@ def simulate(
     for number, arrival in enumerate(traffic):
         if len(replicas) > 1:
             for replica in replicas:
-                replica.engine.advance(arrival.at_s, deadline_s=deadline_s)
+                replica.engine.advance(arrival.at_s, late=late)
                 _count_ended(replica, arrival.at_s, work)
         own = arrival.output_tokens + PROMPT_WORK * arrival.prompt_tokens
         best = min(replicas, key=lambda one: (one.under_way + own) / one.speed)
@@ -100,7 +99,7 @@ def simulate(
             raise ValueError(f"request {number} of the traffic: {error}") from None
         best.engine.submit(arrival.at_s, request)
     for replica in replicas:
-        replica.engine.advance(deadline_s=deadline_s)
+        replica.engine.advance(late=late)
     return sorted(
         (one for replica in replicas for one in replica.engine.served), key=lambda one: one.number
     )

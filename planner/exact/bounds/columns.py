@@ -36,6 +36,7 @@ from llmpq.planner.evaluate.objective import Form
 from llmpq.planner.exact.bounds.plan_cases import Box
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.problem import Floats, Problem
+from llmpq.planner.work_clock import spend
 
 MAX_VECTORS = 150_000
 """Count vectors of all lengths together."""
@@ -115,6 +116,7 @@ def make_columns(p: Problem) -> Columns:
         if entries > MAX_ENTRIES or vectors_made > MAX_VECTORS:
             raise TooManyColumns
         back = _previous(vectors, counts[-1], base)
+        spend(20 * num_choices, len(vectors) * num_choices * (starts + 20))
         table = np.full((starts, len(vectors)), np.inf)
         for b in range(num_choices):
             has = back[:, b] >= 0
@@ -308,6 +310,7 @@ def pair_columns(columns: Columns, numbers: PairNumbers) -> PairColumns:
         return np.array([np.concatenate([k @ row for k in counts]) for row in table])
 
     room = x.capacity
+    spend(10 * len(counts), 6 * len(room) * len(size))
     return PairColumns(
         numbers=x,
         counts=counts,

@@ -41,6 +41,7 @@ from llmpq.planner.exact.bounds.relaxation import Prices
 from llmpq.planner.exact.space import Space
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Floats, Problem
+from llmpq.planner.work_clock import spend
 
 RENT_STEPS = 25
 FEW_ENTRIES = 20_000
@@ -105,9 +106,11 @@ class Completion:
         """[C, L+1, L+1] T: cheapest stage of layers [a, a'), infinite where nothing fits."""
         if self.kept is not None:
             table = stages_by_table(self.p, self.form, self.weights, self.box, self.kept)
+            spend(60, 8 * len(table) * len(self.kept.columns.lengths))
         else:
             rho = self.prices.memory
             table = stages_by_price(self.p, self.form, self.weights, self.box, rho)
+            spend(200 * len(table), 60 * table.size)
         table[~self.space.allowed] = np.inf
         if self.box.island is not None and self.islands is not None:
             table[self.islands.counts[self.box.island] == 0] = np.inf
@@ -160,6 +163,7 @@ class Completion:
         """Return B [S+1, C, L+1] and the cheapest next stage of each class [S, C, L], no hop."""
         layers, after = self.p.num_layers, self.after
         states, classes = after.shape
+        spend(8 * layers, classes * layers * states * (layers / 2 + classes))
         # States are the last axis here: what is least of a few lengths is found for all at once.
         table = np.full((classes, layers + 1, states + 1), np.inf)
         table[:, layers, :states] = self._ended[None]
@@ -268,6 +272,7 @@ class Completion:
         states, classes = after.shape
         table, _ = self._tables
         rents = self.rents
+        spend(10 * layers * classes, 3 * classes * layers * states * (layers / 2 + classes))
         if self.space.listed and classes * layers * states <= FEW_ENTRIES:
             return self._through_few()
         arrive = np.full((states + 1, classes, layers + 1), np.inf)

@@ -46,6 +46,7 @@ from llmpq.planner.exact.bounds.relaxation import (
 )
 from llmpq.planner.problem.outcome import Stage
 from llmpq.planner.problem.problem import Floats, Problem
+from llmpq.planner.work_clock import spend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +228,8 @@ class PairTables:
         on the least that the slowest stage takes.
         """
         case = floor.case
+        entries = self.open.size * len(case.counts) * len(self.p.choices)
+        spend(100, (6 + 4 * len(groups.sizes) / len(case.counts)) * entries)
         d_weight = self.bd + kappa * self.z * self.md
         totals = [most_priced(prices, case.counts, case.most) for prices in multipliers[:2]]
         shares = [
@@ -339,6 +342,7 @@ class PairTables:
             )
         )
         classes, (hops_p, hops_d) = np.array(order), self.hop_tables
+        spend(90, 6 * self.open.size + 20 * sum(self.open.shape) * len(stages))
         sum_p, busy_p, back_p = hops_p.of(classes)
         sum_d, busy_d, back_d = hops_d.of(classes)
         by_prefill, by_decode = weighed(

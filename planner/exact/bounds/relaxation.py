@@ -31,6 +31,7 @@ from llmpq.planner.exact.bounds.plan_cases import EVERYWHERE, Box, find_islands,
 from llmpq.planner.ilp.milp import make_highs
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.problem import Floats, Problem
+from llmpq.planner.work_clock import spend
 
 MAX_GROUPS = 20
 """Groups of layers in the program."""
@@ -165,6 +166,7 @@ class ClassRelaxation:
         if self.basis is not None:
             solver.setBasis(self.basis)
         solver.run()
+        spend(200 + 8 * solver.getInfo().simplex_iteration_count)
         status = solver.getModelStatus()
         groups, classes, _ = self.shape
         zero = np.zeros(classes)

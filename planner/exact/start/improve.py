@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.exact.start.starts import Incumbent
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Stage
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.work_clock import now_s, spend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,7 @@ class Scales:
     def worth(self, draft: Draft) -> float:
         """Return the objective, infinite if a draft does not fit."""
         counts = self.counts(draft)
+        spend(45)
         if (self.spare(draft, counts) < 0).any():
             return math.inf
         if self.p.is_restricted and not all(
@@ -109,6 +110,7 @@ class Scales:
             held, room = choices[low:high], self.room[draft.order[j], int(j == 0), int(j == last)]
             while (short := -self._spare_of(held, room)) > 0:
                 saved = self.sizes[held][:, None] - self.sizes[None]
+                spend(25, 8 * saved.size)
                 had = np.nan_to_num(self.omega[np.arange(low, high), held], posinf=1e300)
                 lost = self.omega[low:high] - had[:, None]
                 rate = np.where(saved > 0, lost / np.maximum(saved, 1), np.inf)
@@ -137,6 +139,7 @@ class Scales:
         left = math.inf if self.budget is None else self.budget
         while float(self.omega[self.rows, choices].sum()) > left:
             gain = self.omega[self.rows, choices][:, None] - self.omega
+            spend(25, 8 * gain.size)
             slower = np.maximum(price - price[self.rows, choices][:, None], 1e-12)
             larger = self.sizes[None] - self.sizes[choices][:, None]
             rate = np.where((gain > 0) & (larger <= spare[stage][:, None]), gain / slower, -np.inf)
@@ -168,7 +171,7 @@ def improved(
     draft, pair, worth = _settled(incumbent, tables, draft, pair, deadline)
     # At sizes beside its own another plan may be better, to which no small change leads.
     for near in _beside(p, pair):
-        if time.perf_counter() > deadline:
+        if now_s() > deadline:
             break
         other = _settled(incumbent, tables, draft, near, deadline)
         if other[2] < worth * (1 - 1e-9):
@@ -196,7 +199,7 @@ def _settled(
             break
         worth = found
         best = tables.best_pair(draft.stages(), math.inf)
-        if best is None or best == pair or time.perf_counter() > deadline:
+        if best is None or best == pair or now_s() > deadline:
             break
         pair = best
     return draft, pair, worth
@@ -219,7 +222,7 @@ def _descend(scales: Scales, draft: Draft, deadline: float) -> tuple[Draft, floa
     draft = scales.within_budget(draft if squeezed is None else squeezed)
     worth = scales.worth(draft)
     better = True
-    while better and time.perf_counter() < deadline:
+    while better and now_s() < deadline:
         better = False
         for moves in (
             _shifts,
@@ -233,7 +236,7 @@ def _descend(scales: Scales, draft: Draft, deadline: float) -> tuple[Draft, floa
             _turned,
         ):
             changed = True
-            while changed and time.perf_counter() < deadline:
+            while changed and now_s() < deadline:
                 changed = False
                 for candidate in moves(scales, draft):
                     found = scales.worth(candidate)
@@ -246,7 +249,7 @@ def _descend(scales: Scales, draft: Draft, deadline: float) -> tuple[Draft, floa
                         draft, worth = candidate, found
                         changed = better = True
                         break
-                    if time.perf_counter() > deadline:
+                    if now_s() > deadline:
                         return draft, worth
     return draft, worth
 
@@ -395,6 +398,7 @@ def _at_pace(scales: Scales, d: Draft, table: np.ndarray, most_s: float) -> Draf
         spent = float(times[held].sum())
         for _ in range(2 * (high - low)):
             rows = np.arange(high - low)
+            spend(18, 8 * omega.size)
             slower = times[None] - times[held][:, None]
             lost = omega - omega[rows, held][:, None]
             if spent > most_s:

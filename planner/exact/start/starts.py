@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,6 +17,7 @@ from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Infeasible, Stage
 from llmpq.planner.problem.problem import Floats, Problem
+from llmpq.planner.work_clock import now_s
 
 
 class Incumbent:
@@ -93,7 +93,7 @@ def other_methods(p: Problem, deadline: float) -> Iterator[Assignment]:
 
     methods = (solve_pipeedge, solve_uniform, solve_adabits, solve_heuristic)
     for number, solve in enumerate(methods):
-        left = deadline - time.perf_counter()
+        left = deadline - now_s()
         if left <= 0:
             return
         with contextlib.suppress(Infeasible):

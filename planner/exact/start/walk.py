@@ -12,7 +12,6 @@ room for all of its layers at its precision, some or all of them have the next o
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +27,7 @@ from llmpq.planner.exact.start.improve import improved
 from llmpq.planner.exact.start.starts import Incumbent, distinct_orders, first_plans, other_methods
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Stage
 from llmpq.planner.problem.problem import Floats, Problem
+from llmpq.planner.work_clock import now_s, spend
 
 Ints = NDArray[np.int64]
 WIDER = (1.0, 1.03, 1.1, 1.3, 2.0)
@@ -156,6 +156,7 @@ class ShapeScales:
         Of stages of two choices it is an estimate: whichever layers have the lower one.
         """
         ends, mix = np.cumsum(s.layers, axis=1), self.mixed(s)
+        spend(110, 120 * s.layers.size)
         wrong = (s.layers < 1).any(axis=1) | ~mix.fits
         ends = np.clip(ends, 0, self.p.num_layers)
         begun = np.concatenate([np.zeros((len(ends), 1), dtype=np.int64), ends[:, :-1]], axis=1)
@@ -203,6 +204,7 @@ class ShapeScales:
         fit &= cls.shape[1] <= wanted
         cls, bits, roomy = cls[fit], bits[fit], roomy[fit]
         once = np.maximum(self.held[:, cls, bits], 1e-300)
+        spend(500, (8 * HALVINGS + 40 * len(PACES)) * once.size)
         ends = np.zeros_like(once)
         ends[:, :, 0] += self.held_ends[:, cls[:, 0], 0]
         ends[:, :, -1] += self.held_ends[:, cls[:, -1], 1]
@@ -388,11 +390,11 @@ class Walk:
         """
         if not len(self.choices):
             return
-        end, now = deadline, time.perf_counter()
+        end, now = deadline, now_s()
         deadline = now + WALK_SHARE * max(0.0, end - now)
         reached: list[tuple[float, Shapes, Pair]] = []
         for number, start in enumerate(starts):
-            now, shape = time.perf_counter(), shape_of(start)
+            now, shape = now_s(), shape_of(start)
             if now > deadline:
                 break
             if np.isin(shape.bits, self.choices).all():
@@ -406,7 +408,7 @@ class Walk:
             return
         worth, shape, pair = min(reached, key=lambda found: found[0])
         futile, most = 0, futile_kicks * self.incumbent.p.max_stages
-        while futile < most and time.perf_counter() < (deadline if self.incumbent.best else end):
+        while futile < most and now_s() < (deadline if self.incumbent.best else end):
             found = self._settled(*self._kicked(shape, pair), end)
             futile = 0 if found[0] < worth * BETTER else futile + 1
             if found[0] <= worth:
@@ -452,7 +454,7 @@ class Walk:
                 break
             worth = found
             best = self.tables.best_pair(self._at(pair).stages(shape), math.inf)
-            if best is None or best == pair or time.perf_counter() > deadline:
+            if best is None or best == pair or now_s() > deadline:
                 break
             pair = best
         if worth < self.incumbent.value:
@@ -466,14 +468,14 @@ class Walk:
         better = True
         while better:
             better = False
-            while shape.cls.shape[1] > 1 and time.perf_counter() < deadline:
+            while shape.cls.shape[1] > 1 and now_s() < deadline:
                 moved = moved_layers(shape, self.chance)
                 now, found = _best(scales, moved)
                 if now is None or not found < worth * BETTER:
                     break
                 shape, worth = now, found
             for cls, bits in self._orders(shape):
-                if time.perf_counter() > deadline:
+                if now_s() > deadline:
                     return shape, worth
                 now, found = _best(scales, scales.shared(cls, bits))
                 if cls.shape[1] == shape.cls.shape[1]:
@@ -557,14 +559,14 @@ def begin(walk: Walk, known: Assignment | None, limit: float) -> None:
     It takes until `limit`, a time of `time.perf_counter`.
     """
     incumbent, tables = walk.incumbent, walk.tables
-    p, now = incumbent.p, time.perf_counter()
+    p, now = incumbent.p, now_s()
     found: list[tuple[float, Assignment]] = []
 
     def keep(plans: Iterator[Assignment], until: float) -> None:
         for plan in plans:
             incumbent.offer(plan)
             found.append((incumbent.worth(plan), plan))
-            if time.perf_counter() > until and incumbent.best is not None:
+            if now_s() > until and incumbent.best is not None:
                 return
 
     if known is not None:  # it may not fit: it is of another precision of KV
@@ -572,14 +574,14 @@ def begin(walk: Walk, known: Assignment | None, limit: float) -> None:
         improved(incumbent, tables, known, now + share)
         found.append((math.inf, known))
     keep(first_plans(p, tables), (now + limit) / 2)
-    now = time.perf_counter()
+    now = now_s()
     walk.from_each(distinct_orders(found, STARTS), now + (limit - now) * EACH_WALK_SHARE)
-    now = time.perf_counter()
+    now = now_s()
     keep(other_methods(p, now + (limit - now) / 4), limit)
-    now = time.perf_counter()
+    now = now_s()
     walk.from_each(distinct_orders(found, STARTS), now + (limit - now) * EACH_WALK_SHARE)
     for plan in (*filter(None, [incumbent.best]), *distinct_orders(found, STARTS)):
-        now = time.perf_counter()
+        now = now_s()
         improved(incumbent, tables, plan, now + (limit - now) * IMPROVE_SHARE)
     keep(other_methods(p, limit), limit)
     if incumbent.best is not None:

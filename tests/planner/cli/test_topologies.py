@@ -22,6 +22,7 @@ from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.topology import Topology, read_plan
+from llmpq.units import shown
 from reference.all_topologies import best_topology_of_all, shared_problem
 
 pytestmark = pytest.mark.pure
@@ -413,6 +414,18 @@ def test_a_job_that_no_pipeline_has_room_for_at_once_is_shared(planned: Any) -> 
     assert all(one.waves > 1 for one in plan.engines)
     (pipeline,) = [line for line in lines if line.startswith("best pipeline: ")]
     assert "T4-0, T4-1, rows in 2 waves: " in pipeline
+
+
+def test_one_card_runs_in_waves_what_it_has_no_room_for_at_once(planned: Any) -> None:
+    words = ["--devices", "t4", "--model", "opt-1.3b", "--batch", "200"]
+    words += ["--prompt-len", "512", "--gen-len", "64"]
+    assert main([*words, "--engines", "1"]) == 5
+    plan, lines = planned(*words)
+    assert isinstance(plan, Topology)
+    (engine,) = plan.engines
+    assert engine.rows == 200 and engine.waves == 2
+    (card,) = [line for line in lines if line.startswith("best single card: ")]
+    assert f"T4-0: {shown(engine.tokens_per_s)} tokens/s" in card
 
 
 @pytest.mark.slow

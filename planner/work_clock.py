@@ -1,0 +1,91 @@
+"""A clock that counts what searches compute: the same command searches as far under any load.
+
+Searches share out their limits in seconds of this clock. It goes on by the calls of array functions
+and by the elements they work on, each as long as it takes on one core, never by time. The time of
+day ends a search only at `ends_at`, the user's own time limit, and the clock then says so (`cut`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+CALL_S, ELEMENT_S = 2e-6, 1.5e-9
+"""Seconds of a call of an array function, and of an element that it works on."""
+LATE_S = 1e9
+"""What the clock goes on by whenever it is read behind `ends_at`: no deadline is after that."""
+
+
+class WorkClock:
+    """Seconds of work so far."""
+
+    def __init__(self, ends_at: float = math.inf) -> None:
+        """`ends_at`: of `time.perf_counter`."""
+        self.ends_at = ends_at
+        self.spent_s = 0.0
+        self.cut = False
+        """Whether a search read the clock behind `ends_at`."""
+
+    def read(self) -> float:
+        """Return the seconds so far; a reading is a call itself."""
+        self.spent_s += CALL_S
+        if time.perf_counter() > self.ends_at:
+            self.cut = True
+            self.spent_s += LATE_S
+        return self.spent_s
+
+
+class Timer:
+    """What passes from its making on, by both clocks."""
+
+    def __init__(self) -> None:
+        self._began_s, self._from_s = time.perf_counter(), now_s()
+
+    @property
+    def seconds(self) -> float:
+        """Time, as people see it."""
+        return time.perf_counter() - self._began_s
+
+    @property
+    def work_s(self) -> float:
+        """Work, in seconds of the clock of searches."""
+        return now_s() - self._from_s
+
+
+_CLOCK: ContextVar[WorkClock] = ContextVar("clock of the search")
+
+
+@contextmanager
+def counting(ends_at: float = math.inf) -> Iterator[WorkClock]:
+    """Give the searches inside a clock of their own."""
+    token = _CLOCK.set(WorkClock(ends_at))
+    try:
+        yield _CLOCK.get()
+    finally:
+        _CLOCK.reset(token)
+
+
+def now_s() -> float:
+    """Return the seconds of work so far: differences and deadlines are of them."""
+    return _clock().read()
+
+
+def spend(calls: int, elements: float = 0) -> None:
+    """Count the work of so many calls of array functions, and of the elements of all of them."""
+    _clock().spent_s += calls * CALL_S + elements * ELEMENT_S
+
+
+def spend_s(seconds: float) -> None:
+    """Count what a solver took that stops by the time of day itself."""
+    _clock().spent_s += seconds
+
+
+def _clock() -> WorkClock:
+    clock = _CLOCK.get(None)
+    if clock is None:
+        clock = WorkClock()
+        _CLOCK.set(clock)
+    return clock
