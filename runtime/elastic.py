@@ -162,7 +162,7 @@ def described(made: Replanned) -> str:
 
 def _same(plan: Plan, other: Plan) -> bool:
     """Whether two plans have the same layers in the same places, run alike."""
-    held = sum(num_held(place, plan) for place in other.places)
+    held = sum(num_held(worker, plan) for worker in other.workers)
     alike = len(plan.places) == len(other.places) and held == other.model.num_layers
     return alike and _room(plan) == _room(other)
 

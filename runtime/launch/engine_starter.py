@@ -185,11 +185,7 @@ class EngineStarter:
         launcher, before = self._launcher, self._started_plan
         left: set[DeviceOf] = set()
         if launcher is not None and launcher.moves_stages and not (plan is None and lost is None):
-            left = {
-                device_of(place)
-                for index, place in enumerate(before.places)
-                if index != lost and not before.workers[index].shares
-            }
+            left = {device_of(place) for index, place in enumerate(before.places) if index != lost}
         return self._times.predicted_s(plan or self.plan, before, left)
 
     def restart(self, on_load: OnLoad | None = None) -> PipelineClient:

@@ -93,6 +93,8 @@ class PipelineClient:
         self._placed_s = time.perf_counter()
         self.moved: frozenset[int] = frozenset()
         """Stages whose process had one of another plan before."""
+        self._moving: Mapping[DeviceOf, StageHandle] = {}
+        """Those, by their devices, until all stages have their places."""
         self._progress = Progress()
         self._num_submitted, self._closed = 0, False
         self._moved_s = time.monotonic()
@@ -272,6 +274,7 @@ class PipelineClient:
         }
         launcher.stop(but=moved.values())
         self.moved = frozenset(moved)
+        self._moving = {device_of(self.plan.places[index]): one for index, one in moved.items()}
         self._stages = launcher.start(self.plan, settings, self._cluster, moved)
         self._placed_s = time.perf_counter()  # a launcher may have had to start itself
         self.is_placed = True
@@ -295,9 +298,11 @@ class PipelineClient:
         Those are the ones that are not to blame, and whose loops end.
         """
         launcher = self._launcher
-        if launcher is None or not launcher.moves_stages or not self.is_placed:
+        if launcher is None or not launcher.moves_stages:
             self.kill()
             return {}
+        if not self.is_placed:  # others could not be started, these have left another plan
+            return dict(self._moving)
         lost = self.failed_stage
         if lost is not None:
             self._stages[lost].kill(self._pids[lost] if self._pids else 0)

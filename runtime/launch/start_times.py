@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmpq.plan import Plan, StagePlan
+from llmpq.plan import Plan, Worker
 from llmpq.precision import Precision
 from llmpq.runtime.launch.stages.stage_place import DeviceOf, device_of
 from llmpq.runtime.trace import LoadReport
@@ -80,12 +80,13 @@ class StartModel:
         `left`: devices on which processes go on with the layers of the plan before.
         """
         fresh = any(device_of(place) not in left for place in plan.places)
-        loads_s = [self._load_s(place, before, device_of(place) in left) for place in plan.places]
+        loads_s = [self._load_s(own, before, device_of(own.place) in left) for own in plan.workers]
         start_s = self._fresh_s if fresh else self._moved_s
         return self.leave_s + start_s + max(loads_s) + self._connect_s
 
-    def _load_s(self, place: StagePlan, before: Plan, is_left: bool) -> float:
-        num_new = place.num_layers - (num_held(place, before) if is_left else 0)
+    def _load_s(self, worker: Worker, before: Plan, is_left: bool) -> float:
+        place = worker.place
+        num_new = place.num_layers - (num_held(worker, before) if is_left else 0)
         own = device_of(place)
         usual_s = statistics.median(self._layer_s.values()) if self._layer_s else 0.0
         warm_s = statistics.median(self._warm_s.values()) if self._warm_s else 0.0
@@ -93,11 +94,13 @@ class StartModel:
         return self._warm_s.get(own, warm_s) + compile_s + num_new * self._layer_s.get(own, usual_s)
 
 
-def num_held(place: StagePlan, before: Plan) -> int:
-    """Return how many of a stage's layers its device has, at their precision, by another plan."""
-    found = 0
-    for other in before.places:
-        if device_of(other) == device_of(place):
+def num_held(worker: Worker, before: Plan) -> int:
+    """Return how many of a device's layers, or parts of them, it has alike by another plan."""
+    found, place = 0, worker.place
+    for own in before.workers:
+        other = own.place
+        alike = (own.shares, own.member) == (worker.shares, worker.member)
+        if alike and device_of(other) == device_of(place):
             had = dict(zip(range(*other.layers), other.precisions, strict=True))
             new = zip(range(*place.layers), place.precisions, strict=True)
             found += sum(had.get(index) == precision for index, precision in new)

@@ -92,6 +92,11 @@ class AllReduce:
         """Sum by a function from now on."""
         self._total, self.kinds = total, kinds
 
+    def disconnect(self) -> None:
+        """Leave the others: they, or others in their places, connect anew."""
+        self._total = self._hosts = None
+        self.kinds = ()
+
     @property
     def captures(self) -> bool:
         """Whether the devices are connected, by sums that a graph can hold."""

@@ -44,12 +44,10 @@ def stage_probes(
             return
         import_ray(ray_address)
         import ray
-        from ray.util.placement_group import remove_placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from llmpq.runtime.launch.on_ray.actor_class import actor_class
         from llmpq.runtime.launch.on_ray.connect import ray_cluster
-        from llmpq.runtime.launch.on_ray.placement import reserve
+        from llmpq.runtime.launch.on_ray.placement import give_back, reserve
         from llmpq.runtime.launch.on_ray.ray_stage import RayStage
 
         stack.enter_context(ray_cluster(ray_address))
@@ -60,23 +58,16 @@ def stage_probes(
             wait_s=deadlines.wait_nodes_s,
             timeout_s=deadlines.placement_s,
         )
-        stack.callback(remove_placement_group, placed.group)
+        stack.callback(give_back, [one.group for one in placed.values()])
         probe = ray.remote(
             actor_class("llmpq.runtime.launch.nodes.stage_probe", "StageProbe", PROBE_CALLS)
         )
         actors: list[StageHandle] = []
         for own, stage in zip(arguments, plan.places, strict=True):
-            options = probe.options(
-                num_cpus=0,
-                num_gpus=0 if stage.is_cpu else 1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=placed.group, placement_group_bundle_index=own[0]
-                ),
-            )
-            actor = RayStage(options.remote(*own))
+            actor = RayStage(probe.options(**placed[own[0]].options(stage)).remote(*own))
             stack.callback(actor.kill)
             actors.append(actor)
-        yield actors, [node.address for node in placed.nodes]
+        yield actors, [placed[index].node.address for index in range(num_stages)]
 
 
 @contextmanager

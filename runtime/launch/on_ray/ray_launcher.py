@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from llmpq.cluster import Cluster
 from llmpq.errors import StageLostError
 from llmpq.plan import Plan
-from llmpq.runtime.launch.launcher import StageHandle
+from llmpq.runtime.launch.launcher import Launcher, StageHandle
 from llmpq.runtime.launch.nodes.node_questions import require_same
 from llmpq.runtime.launch.on_ray.actor_class import actor_class
 from llmpq.runtime.launch.on_ray.connect import ray_cluster
-from llmpq.runtime.launch.on_ray.placement import own_raylet, reserve
+from llmpq.runtime.launch.on_ray.placement import Reserved, give_back, own_raylet, reserve
 from llmpq.runtime.launch.on_ray.ray_stage import RayStage
 from llmpq.runtime.launch.on_ray.ray_watch import SILENCE, Raylet, RayWatch
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
@@ -45,6 +42,8 @@ RemoteStageWorker = actor_class(
         "join",
         "run",
         "halt",
+        "leave",
+        "move",
         "submit",
         "abort",
         "reset_prefix_cache",
@@ -63,15 +62,18 @@ RemoteStageWorker = actor_class(
 )
 
 
-class RayLauncher:
-    """One actor per stage, in a placement group with one bundle each."""
+class RayLauncher(Launcher):
+    """One actor per stage, each in a bundle of its own."""
 
-    needs_rendezvous, moves_stages = True, False
+    needs_rendezvous = moves_stages = True
 
     def __init__(self, options: EngineOptions) -> None:
         """`ray_address`: a running Ray; else this process's is used, or one started for the job."""
         self._address, self._deadlines = options.ray_address, options.deadlines
-        self._ray, self._started = ExitStack(), ExitStack()
+        self._ray = ExitStack()
+        self._placed: dict[RayStage, Reserved] = {}
+        """The stages that were started, and where."""
+        self._reader: WeightServer | None = None
         self._watch: RayWatch | None = None
         self._raylet: Raylet | None = None
 
@@ -87,17 +89,34 @@ class RayLauncher:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+        if self._reader is not None:
+            self._reader.close()
         if self._raylet is not None:
             self._raylet.close()
         self._ray.__exit__(kind, error, trace)
 
     def stop(self, *, but: Collection[StageHandle] = ()) -> None:
-        """End the actors that were started, and give their bundles back."""
-        assert not but, "actors end with their placement group"
+        """End the actors that were started, but some, and give their bundles back."""
+        ended = {stage: own for stage, own in self._placed.items() if stage not in but}
+        self._placed = {stage: own for stage, own in self._placed.items() if stage in but}
+        is_lost = self.lost() is not None
+        self._watch_over([] if is_lost else [*self._placed])
+        for stage in ended:
+            if is_lost:  # Ray, which would end it, is gone
+                stage.call("end")
+            else:
+                stage.kill()
+        if not is_lost:
+            give_back(own.group for own in ended.values())
+
+    def _watch_over(self, stages: Sequence[RayStage]) -> None:
+        """Send heartbeats to these stages, and to no others."""
         if self._watch is not None:
             self._watch.close()
-        self._started.close()
         self._watch = None
+        if stages:
+            head = ray.get_runtime_context().gcs_address
+            self._watch = RayWatch(head, stages, SILENCE * self._deadlines.step_s)
 
     def lost(self) -> StageLostError | None:
         """Return what to say once Ray's head, or its process on this host, is gone."""
@@ -111,8 +130,8 @@ class RayLauncher:
         cluster: Cluster | None,
         left: Mapping[int, StageHandle] = MappingProxyType({}),
     ) -> list[RayStage]:
-        """Reserve the bundles and start an actor in each; nodes of other versions are refused."""
-        assert not left, "actors end with their placement group"
+        """Reserve bundles and start an actor in each; nodes of other versions are refused."""
+        kept = {index: stage for index, stage in left.items() if isinstance(stage, RayStage)}
         joined = self._address is not None
         placed = reserve(
             plan,
@@ -120,49 +139,39 @@ class RayLauncher:
             joined=joined,
             wait_s=self._deadlines.wait_nodes_s,
             timeout_s=self._deadlines.placement_s,
+            held={index: self._placed[stage].node for index, stage in kept.items()},
         )
-        self._started.callback(self._unless_lost, _remove, placed.group)
-        if joined:  # first: a worker that is idle answers at once
-            require_same(placed.nodes, settings)
+        try:
+            if joined and placed:  # first: a worker that is idle answers at once
+                nodes = [own.node for own in placed.values()]
+                require_same(nodes, [settings[index] for index in placed])
+        except BaseException:
+            give_back(own.group for own in placed.values())
+            raise
         remote_class, data = ray.remote(RemoteStageWorker), plan_data(plan)
         stages: list[RayStage] = []
-        reader: WeightServer | None = None
         for index, stage in enumerate(plan.places):
-            options = remote_class.options(
-                num_cpus=0,
-                num_gpus=0 if stage.is_cpu else 1,
-                max_concurrency=_THREADS,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=placed.group, placement_group_bundle_index=index
-                ),
-            )
-            node = placed.nodes[index]
+            if index in kept:
+                stages.append(kept[index])
+                continue
+            node = placed[index].node
             own = replace(settings[index], address=node.address)
-            copies = own.options.copy_weights and not node.is_here
-            if copies and reader is None:
-                from llmpq.runtime.launch.on_ray.weight_server import WeightServer
-
-                reader = WeightServer.start(own.driver_model_dir or own.model_dir)
-                self._started.callback(reader.close)
-            given = reader if copies else None
-            stages.append(RayStage(options.remote(index, data, own.to_data(), weights=given)))
-            self._started.callback(self._end, stages[-1])
-        head = ray.get_runtime_context().gcs_address
-        self._watch = RayWatch(head, stages, SILENCE * self._deadlines.step_s)
+            options = placed[index].options(stage, max_concurrency=_THREADS, max_restarts=0)
+            weights = None if node.is_here else self._weights_for(own)
+            actor = remote_class.options(**options).remote(
+                index, data, own.to_data(), weights=weights
+            )
+            stages.append(RayStage(actor))
+            self._placed[stages[-1]] = placed[index]
+        self._watch_over(stages)
         return stages
 
-    def _end(self, stage: RayStage) -> None:
-        if self.lost() is None:
-            stage.kill()
-        else:  # Ray, which would end it, is gone
-            stage.call("end")
+    def _weights_for(self, own: StageSettings) -> WeightServer | None:
+        """Return what gives a stage on another host its weights; None where it has them."""
+        if not own.options.copy_weights:
+            return None
+        if self._reader is None:
+            from llmpq.runtime.launch.on_ray.weight_server import WeightServer
 
-    def _unless_lost(self, undo: Callable[[PlacementGroup], None], group: PlacementGroup) -> None:
-        if self.lost() is None:
-            undo(group)
-
-
-def _remove(group: PlacementGroup) -> None:
-    with contextlib.suppress(Exception):
-        remove_placement_group(group)
+            self._reader = WeightServer.start(own.driver_model_dir or own.model_dir)
+        return self._reader

@@ -24,7 +24,7 @@ import socket
 import sys
 from pathlib import Path
 
-from llmpq.child import serve_calls
+from llmpq.child import leave_signals_to_parent, serve_calls
 from llmpq.runtime.launch.stages.stage_process import CALLS, SWITCH_S, make
 
 PACKET_BYTES = 1 << 17
@@ -36,8 +36,7 @@ STAGE_PROCESS = "llmpq.runtime.launch.stages.stage_process"
 
 def main(number: int) -> None:
     """Fork a process for every request until the socket closes."""
-    for name in (signal.SIGINT, signal.SIGTERM):  # as in stages, the driver's to answer
-        signal.signal(name, signal.SIG_IGN)
+    leave_signals_to_parent()
     control = socket.socket(fileno=number)
     import llmpq.runtime.launch.stages.stage_worker  # noqa: F401 (what all stages need)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from llmpq.plan import Plan
+from llmpq.runtime.links.member_links import AllReduce
 from llmpq.runtime.models.stage_model import HeldParts
 
 
@@ -22,6 +23,8 @@ class HeldStage:
     parts: HeldParts | None
     stream: torch.cuda.Stream | None
     """On which a GPU's stage computed; memory that is free belongs to it."""
+    reduce: AllReduce | None
+    """The sum over the devices of a shared stage, which its layers call."""
 
     def parts_for(self, plan: Plan) -> HeldParts | None:
         """Return the parts, where another plan is of the same model and rounds layers alike."""

@@ -114,7 +114,10 @@ class StageWorker:
         # Streams that wait for a neighbour must not hold others up in a shared queue (default: 8).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self._index, self._worker = index, plan.workers[index]
-        self._reduce = AllReduce() if self._worker.shares else None
+        self._reduce: AllReduce | None = None
+        if self._worker.shares:  # the sum of layers that are held is the one that they know
+            kept = None if held is None else held.reduce
+            self._reduce = kept or AllReduce()
         self._plan, self._settings = plan, settings
         self._recorder = Recorder(
             max_events=REPORTED_EVENTS if self._settings.options.trace is None else MAX_EVENTS
@@ -278,9 +281,9 @@ class StageWorker:
     def leave(self, limit_s: float) -> bool:
         """End the loop, whatever it waits for, and the links; return whether that was done in time.
 
-        The layers stay, for `successor`. Not of a stage that loads, or is one of several devices.
+        The layers stay, for `successor`. Not of a stage that loads or is being connected.
         """
-        if self._state in ("loading", "joining") or self._worker.shares:
+        if self._state in ("loading", "joining"):
             return False
         if self._state == "new":
             self._state = "left"
@@ -303,23 +306,33 @@ class StageWorker:
 
         Once all stages have left: until then others may write into this one's memory.
         """
+        settings = replace(settings, address=self._settings.address)  # of the same host
         compute, self._compute = self._compute, None
         self._links = None
-        if compute is None:  # it has not loaded
-            return StageWorker(index, plan, settings, weights=self._weights, held=self._held)
-        parts = compute.model.held
-        del compute
-        gc.unfreeze()
-        gc.collect()  # models, graphs and their modules refer to each other
-        if self._gpu is not None:
-            torch.cuda.empty_cache()
-        same = plan.places[index].sms == self._stage.sms
-        held = HeldStage(plan=self._plan, parts=parts, stream=self._stream if same else None)
-        return StageWorker(index, plan, settings, weights=self._weights, held=held)
+        held = self._held
+        if compute is not None:  # it has loaded
+            parts = compute.model.held
+            del compute
+            gc.unfreeze()
+            gc.collect()  # models, graphs and their modules refer to each other
+            if self._gpu is not None:
+                torch.cuda.empty_cache()
+            same = plan.places[index].sms == self._stage.sms
+            held = HeldStage(
+                plan=self._plan,
+                parts=parts,
+                stream=self._stream if same else None,
+                reduce=self._reduce,
+            )
+        successor = StageWorker(index, plan, settings, weights=self._weights, held=held)
+        successor._heartbeat = self._heartbeat  # the driver's, to this process
+        return successor
 
     def _disconnect(self) -> None:
         """Close the connections of this stage's host."""
         self._more = []
+        if self._reduce is not None:
+            self._reduce.disconnect()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._rendezvous = Rendezvous(STORE_LIMIT)

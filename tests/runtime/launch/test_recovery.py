@@ -119,6 +119,40 @@ def test_answers_are_those_of_an_undisturbed_run(llm, undisturbed, victims, agai
     assert all(o.outputs[0].total_s >= recovery.measured_s for o in outputs[:2])
 
 
+@pytest.mark.parametrize(
+    ("backend", "shares", "victim"),
+    [
+        ("ray", (), 2),
+        ("ray", (), 0),
+        ("processes", [(1,), (1, 1), (1,)], 1),
+        ("processes", [(1,), (1, 1), (1,)], 2),
+        ("processes", [(1,), (1, 1), (1,)], 3),
+    ],
+    ids=["Ray, the last", "Ray, the first", "who leads", "who follows", "beside a shared stage"],
+)
+def test_stages_that_live_keep_their_process_and_layers(
+    demo_model, make_plan, undisturbed, backend, shares, victim, request
+):
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    plan = make_plan(demo_model, STAGES, shares=shares, batch=8, prompt_len=64, gen_len=128)
+    with LLM(demo_model, plan=plan, backend=backend) as llm:
+        before = [stage["pid"] for stage in llm.stats()["stages"]]
+        killer = Killer(llm, (victim,))
+        killer.start()
+        outputs = llm.generate(PROMPTS, asked())
+        killer.join(60)
+        after = [stage["pid"] for stage in llm.stats()["stages"]]
+        (recovery,) = llm.recoveries
+    assert seen(outputs) == undisturbed[1]
+    assert [one != other for one, other in zip(before, after, strict=True)] == [
+        index == victim for index in range(len(plan.places))
+    ]
+    assert recovery.num_loaded == plan.places[victim].num_layers
+    kept = sum(place.num_layers for place in plan.places) - recovery.num_loaded
+    assert recovery.num_held == kept and recovery.num_attempts == 1
+
+
 def test_a_stream_hears_nothing_for_a_while_and_goes_on(llm):
     params = SamplingParams(temperature=0.9, seed=1, max_tokens=120, ignore_eos=True, logprobs=1)
     whole = llm.generate(PROMPTS[0], params)[0].outputs[0]

@@ -31,7 +31,7 @@ def test_layers_that_are_there_cost_nothing(demo_model, make_plan, threads):
     whole_s = 10.0 + (4 * 1.0 + 1.0) + 0.5
     assert model.predicted_s(before, before, ()) == pytest.approx(whole_s)
     assert model.predicted_s(before, before, {first}) == pytest.approx(whole_s)
-    assert [num_held(place, before) for place in now.places] == [2, 4]
+    assert [num_held(worker, before) for worker in now.workers] == [2, 4]
     held = model.predicted_s(now, before, {first, last})  # two layers more on the second
     assert held == pytest.approx(2 * 1.0 + 1.0 + 0.5)
     other = model.predicted_s(lower, before, {first, last})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -23,22 +23,30 @@ class FakeRay:
     """Two hosts, of which the second has joined again; groups with its former node never end."""
 
     looks_until_dead: int
-    asked: list[list[str]]
-    removed: int = 0
+    asked: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
 
     def alive_nodes(self) -> list[RayNode]:
         self.looks_until_dead -= 1
         return [HERE, FORMER, NEW] if self.looks_until_dead >= 0 else [HERE, NEW]
 
     def placement_group(self, bundles, strategy, bundle_label_selector):
-        self.asked.append([one[placement.NODE_ID] for one in bundle_label_selector])
-        return self
-
-    def wait(self, timeout_seconds: float) -> bool:
-        return "former" not in self.asked[-1]
+        (selector,) = bundle_label_selector
+        self.asked.append(selector[placement.NODE_ID])
+        return FakeGroup(self.asked[-1])
 
     def remove(self, group) -> None:
-        self.removed += 1
+        self.removed.append(group.node)
+
+
+@dataclass
+class FakeGroup:
+    """A bundle, which the former node never gives."""
+
+    node: str
+
+    def wait(self, timeout_seconds: float) -> bool:
+        return self.node != "former"
 
 
 @pytest.fixture
@@ -52,26 +60,38 @@ def reserve(monkeypatch, make_plan, demo_model):
                 "nodes": nodes}
     )  # fmt: skip
 
-    def call(ray: FakeRay, timeout_s: float):
+    def call(ray: FakeRay, timeout_s: float, **held):
         monkeypatch.setattr(placement, "alive_nodes", ray.alive_nodes)
         monkeypatch.setattr(placement, "placement_group", ray.placement_group)
         monkeypatch.setattr(placement, "remove_placement_group", ray.remove)
         monkeypatch.setattr(placement, "local_addresses", lambda: ["10.0.0.1"])
         monkeypatch.setattr(placement, "_offered", lambda: "CPU: 2 free of 2")
-        return placement.reserve(plan, None, joined=True, wait_s=0.0, timeout_s=timeout_s)
+        return placement.reserve(plan, None, joined=True, wait_s=0.0, timeout_s=timeout_s, **held)
 
     return call
 
 
 def test_the_successor_of_a_node_that_is_found_dead_is_taken(reserve):
-    ray = FakeRay(looks_until_dead=3, asked=[])
+    ray = FakeRay(looks_until_dead=3)
     found = reserve(ray, 60.0)
-    assert ray.asked == [["here", "former"], ["here", "new"]] and ray.removed == 1
-    assert [node.id for node in found.nodes] == ["here", "new"]
+    assert ray.asked == ["here", "former", "here", "new"] and ray.removed == ["here", "former"]
+    assert {index: own.node.id for index, own in found.items()} == {0: "here", 1: "new"}
 
 
 def test_nodes_that_stay_and_have_no_room_are_a_sentence(reserve):
-    ray = FakeRay(looks_until_dead=10**9, asked=[])
+    ray = FakeRay(looks_until_dead=10**9)
     with pytest.raises(StageLostError, match="2 stages could not be placed within 0 s.*hostb"):
         reserve(ray, 0.05)
-    assert ray.removed == 1
+    assert ray.removed == ["here", "former"]
+
+
+def test_bundles_of_stages_that_go_on_are_theirs(reserve):
+    ray = FakeRay(looks_until_dead=0)
+    found = reserve(ray, 60.0, held={0: HERE})
+    assert ray.asked == ["new"] and list(found) == [1]
+    assert reserve(ray, 60.0, held={0: HERE, 1: NEW}) == {}
+
+
+def test_a_stage_that_goes_on_on_a_node_that_has_left_does_not_choose_it(reserve):
+    ray = FakeRay(looks_until_dead=0)
+    assert reserve(ray, 60.0, held={0: FORMER})[1].node is NEW
