@@ -2,21 +2,22 @@
 
     python benchmarks/added_device.py [--threads 4,2 --more 2]
 
-A random model over CPU stages of so many threads, whose layers are profiled first; then one more
-device is added while requests decode. The last line has the ratio of tokens/s, predicted and
-measured, and the longest time in which no request had a token.
+A random model over CPU stages of so many threads, whose layers are profiled first, runs the job
+that it was planned for; then one more device is added while that job decodes, and it runs again.
+The last line has the ratio of tokens/s, predicted and measured, and the longest time in which no
+request had a token.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from lost_gpu import generated, stages_of
@@ -25,6 +26,9 @@ from llmpq import LLM, SamplingParams
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import store_costs
+from llmpq.runtime.elastic import DeviceChange
+from llmpq.runtime.launch.plans.manual_plan import requests_of
+from llmpq.workload import Workload
 
 PROMPT, GENERATED = 64, 128
 
@@ -37,7 +41,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--jobs", type=int, default=3, help="before and after, each")
     given = parser.parse_args()
     first = [int(count) for count in given.threads.split(",")]
     with tempfile.TemporaryDirectory() as name:
@@ -70,52 +74,71 @@ def profile(folder: Path, devices: Cluster, requests: int) -> None:
 
 
 def measure(llm: LLM, given: argparse.Namespace, more: Cluster) -> None:
-    """Keep requests under way, add a device, print what came of it."""
-    over, gaps_s = threading.Event(), [0.0]
-    params = SamplingParams(temperature=0, max_tokens=GENERATED, ignore_eos=True)
+    """Run jobs as the plan has them, add a device in the middle of one, run more; compare."""
+    run_job(llm)  # what is kept from the first steps is there
+    before = [run_job(llm) for _ in range(given.jobs)]
+    name, usual_s = more.devices[-1].name, max(gap_s for _, gap_s in before)
+    changes: list[DeviceChange] = []
 
-    def one(number: int) -> None:
-        with suppress(Exception):  # the engine is closed while they run
-            while not over.is_set():
-                prompt = [5 + (7 * number + i) % 400 for i in range(PROMPT)]
-                llm.generate([prompt], params, use_tqdm=False)
+    def add() -> None:
+        time.sleep(0.5 * before[0][0])
+        changes.append(llm.add_devices(name, cluster=more, horizon_s=1e6))
 
-    def watch() -> None:
-        last_s, count = time.perf_counter(), 0
-        while not over.wait(0.01):
-            now_s, now = time.perf_counter(), generated(llm)
-            if now != count:
-                last_s, count = now_s, now
-            gaps_s[0] = max(gaps_s[0], now_s - last_s)
-
-    for number in range(given.requests):
-        threading.Thread(target=one, args=(number,), daemon=True).start()
-    time.sleep(4.0)
-    threading.Thread(target=watch, daemon=True).start()
-    before = rate(llm, given.seconds)
-    usual_s, gaps_s[0] = gaps_s[0], 0.0
-    name = more.devices[-1].name
-    change = llm.add_devices(name, cluster=more, horizon_s=1e6)
-    time.sleep(3.0)
-    after = rate(llm, given.seconds)
-    over.set()
+    adding = threading.Thread(target=add)
+    adding.start()
+    _, gap_s = run_job(llm)
+    adding.join()
+    change = changes[0]
     print(change.text, flush=True)
     print(f"after: {stages_of(llm.plan)}")
     if change.tokens_per_s is None:
         return
-    predicted, measured = change.tokens_per_s[1] / change.tokens_per_s[0], after / before
+    after = [run_job(llm) for _ in range(given.jobs)]
+    slow_s, quick_s = (statistics.median(took_s for took_s, _ in jobs) for jobs in (before, after))
+    predicted, measured = change.tokens_per_s[1] / change.tokens_per_s[0], slow_s / quick_s
+    tokens = job_of(llm).batch * job_of(llm).gen_len
     print(
-        f"tokens/s {before:.1f} -> {after:.1f}: {measured:.3f} times, {predicted:.3f} predicted "
-        f"({measured / predicted - 1:+.1%}); longest wait for a token {gaps_s[0]:.2f} s "
-        f"({usual_s:.2f} before); pause {change.pause_s}"
+        f"tokens/s {tokens / slow_s:.1f} ({change.tokens_per_s[0]:.1f} predicted) -> "
+        f"{tokens / quick_s:.1f} ({change.tokens_per_s[1]:.1f}): {measured:.3f} times, "
+        f"{predicted:.3f} predicted ({measured / predicted - 1:+.1%}); longest wait for a token "
+        f"{gap_s:.2f} s ({usual_s:.2f} in jobs before); pause {change.pause_s}; seconds of jobs "
+        f"{[round(took_s, 2) for took_s, _ in before]}, {[round(took_s, 2) for took_s, _ in after]}"
     )
 
 
-def rate(llm: LLM, seconds: float) -> float:
-    """Return tokens/s over some seconds."""
-    began_s, before = time.perf_counter(), generated(llm)
-    time.sleep(seconds)
-    return (generated(llm) - before) / (time.perf_counter() - began_s)
+def job_of(llm: LLM) -> Workload:
+    """Return the job that plans with another device are made for."""
+    work = llm.plan.workload
+    return (
+        work
+        if work.gen_len > 1
+        else requests_of(work.batch, work.max_len, kv=work.kv, dtype=work.dtype)
+    )
+
+
+def run_job(llm: LLM) -> tuple[float, float]:
+    """Run the job of the plan; return its seconds, and the longest time without a token."""
+    over, gaps_s, work = threading.Event(), [0.0], job_of(llm)
+    prompts = [[5 + (7 * n + i) % 400 for i in range(work.prompt_len)] for n in range(work.batch)]
+    params = SamplingParams(temperature=0, max_tokens=work.gen_len, ignore_eos=True)
+
+    def watch() -> None:
+        last_s, count = 0.0, generated(llm)
+        while not over.wait(0.01):
+            now_s, now = time.perf_counter(), generated(llm)
+            if now != count:
+                gaps_s[0] = max(gaps_s[0], now_s - last_s if last_s else 0.0)  # first: prompts
+                last_s, count = now_s, now
+
+    watching = threading.Thread(target=watch, daemon=True)
+    llm.reset_prefix_cache()
+    began_s = time.perf_counter()
+    watching.start()
+    llm.generate(prompts, params, use_tqdm=False)
+    took_s = time.perf_counter() - began_s
+    over.set()
+    watching.join()
+    return took_s, gaps_s[0]
 
 
 def cluster(threads: list[int]) -> Cluster:

@@ -14,6 +14,14 @@ it comes again as a client would; every stream that has begun must end whole, wi
 engine of this process has made before. Beside that: goodput, the tokens that came between two
 faults (from the end of a recovery to the next kill) by those of the requests that came in these
 times; requests within MLPerf's limits; and the driver's memory.
+
+    llmpq-profile --model examples/demo-7m --cluster benchmarks/chaos.yaml --bits 16 \\
+        --dtype float32 --max-batch 16 --max-len 768 --quick -o costs.json
+    python benchmarks/chaos_commands.py serve --costs costs.json [--write]
+
+With costs the planner makes the plan, and goodput is beside what it predicts: the tokens that come
+between two faults by those that the simulated server gives in the same times, without a fault, and
+of the requests that no fault touched the share that is within the limits, measured and predicted.
 """
 
 from __future__ import annotations
@@ -34,7 +42,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +53,16 @@ from lib.traces import Arrival, read_trace
 
 from llmpq import LLM, SamplingParams
 from llmpq.plan import Plan
+from llmpq.planner.__main__ import main as plan_main
+from llmpq.planner.traffic.simulated import EngineModel, simulate
 from llmpq.runtime.tools.chaos import Chaos
+from llmpq.service_measures import ServedRequest, ServiceLimits
+from llmpq.topology import read_plan
 
 COMMAND = [sys.executable, "-m", "llmpq.runtime"]
 SHRINK = 8
-LIMIT_S = (2.0, 0.1)
-"""MLPerf inference, Llama-3.1-8B, server: seconds to the first token, and per token."""
+LIMITS = ServiceLimits(ttft_s=2.0, tpot_s=0.1)
+"""MLPerf inference, Llama-3.1-8B, server."""
 MOST_TRIES = 60
 SAMPLE_S = 2.0
 
@@ -68,6 +80,7 @@ def main() -> int:
     serve.add_argument("--seconds", type=float, default=300.0)
     serve.add_argument("--every", type=float, default=30.0, help="seconds between two kills")
     serve.add_argument("--rate", type=float, default=2.0, help="requests a second")
+    serve.add_argument("--costs", type=Path, help="of llmpq-profile: predict by them")
     for one in (batch, serve):
         one.add_argument("--seed", type=int, default=0)
         one.add_argument("--write", action="store_true", help="add a row to results/chaos.jsonl")
@@ -165,8 +178,8 @@ class Seen:
     wrong: list[str] = field(default_factory=list)
     refused: int = 0
     """503 with Retry-After."""
-    within: int = 0
-    """Requests within the limits, counted from when they were taken."""
+    served: dict[int, ServedRequest] = field(default_factory=dict)
+    """When requests were served, from when they were taken."""
     driver_bytes: list[int] = field(default_factory=list)
     down_s: list[tuple[float, float]] = field(default_factory=list)
     """When stages were being recovered."""
@@ -174,11 +187,13 @@ class Seen:
 
 def server_load(given: argparse.Namespace, folder: Path) -> int:
     """Replay the trace without and with kills, and compare."""
-    plan = folder / "plan.json"
-    plan.write_text(unequal_plan(DEMO, batch=16, prompt_len=512, gen_len=256).dump_json())
-    jobs = trace_jobs(given)
-    whole = texts_of(jobs, unequal_plan(DEMO, batch=16, prompt_len=512, gen_len=256))
-    seen, kills, recoveries = replayed(plan, jobs, given)
+    path, jobs = folder / "plan.json", trace_jobs(given)
+    plan = unequal_plan(DEMO, batch=16, prompt_len=512, gen_len=256)
+    if given.costs is not None:
+        plan = planned(given, path)
+    path.write_text(plan.dump_json())
+    whole = texts_of(jobs, plan)
+    seen, kills, recoveries = replayed(path, jobs, given)
     differ = [number for number, text in seen.texts.items() if whole[number] != text]
     lost = len(jobs) - len(seen.texts)
     third = len(seen.driver_bytes) // 3
@@ -189,13 +204,15 @@ def server_load(given: argparse.Namespace, folder: Path) -> int:
         row.output_tokens for at_s, row in jobs if any(start <= at_s < end for start, end in up)
     )
     share = tokens_in(seen, up) / max(1, wanted)
+    predicted = {} if given.costs is None else beside_predicted(plan, jobs, seen, up)
     print(*seen.wrong[:5], sep="\n")
     said = {
         "model": "demo-7m", "stages": 3, "trace": "azure_2023_conv", "requests": len(jobs),
         "rate": given.rate,
         "every_s": given.every, "kills": len(kills), "recoveries": len(recoveries),
         "wrong": len(seen.wrong), "lost": lost, "different": len(differ), "refused": seen.refused,
-        "within_limits": seen.within / len(jobs),
+        "within_limits": sum(map(LIMITS.keeps, seen.served.values())) / len(jobs),
+        **predicted,
         "measured_s": sorted(one["measured_s"] for one in recoveries),
         "predicted_s": sorted(one["predicted_s"] for one in recoveries),
         "pause_p50_s": quantile(sorted(one["pause_s"] or 0.0 for one in recoveries), 0.5),
@@ -206,6 +223,54 @@ def server_load(given: argparse.Namespace, folder: Path) -> int:
         write_row("chaos.jsonl", bench="goodput_under_kills", case=said, unit="of tokens asked for",
                   samples=[share], noisy=is_noisy())  # fmt: skip
     return int(bool(seen.wrong or lost or differ))
+
+
+def planned(given: argparse.Namespace, path: Path) -> Plan:
+    """Return the planner's plan over the three stages for the trace's lengths."""
+    words = ["--model", str(DEMO), "--cluster", str(Path(__file__).with_name("chaos.yaml"))]
+    words += ["--costs", str(given.costs), "--bits", "16", "--dtype", "float32"]
+    words += ["--batch", "16", "--s", "512", "--n", "256", "-o", str(path)]
+    if plan_main(words):
+        sys.exit("there is no plan")
+    plan = read_plan(path)
+    assert isinstance(plan, Plan) and len(plan.stages) == 3, plan
+    return plan
+
+
+def beside_predicted(
+    plan: Plan,
+    jobs: Sequence[tuple[float, Arrival]],
+    seen: Seen,
+    up: Sequence[tuple[float, float]],
+) -> dict[str, float]:
+    """Return what came between faults by what the plan predicts of a server without any."""
+    traffic = [replace(row, at_s=at_s) for at_s, row in jobs]
+    simulated = simulate([EngineModel.of_plan(plan)], traffic)
+    tokens = sum(tokens_between(one, span) for one in simulated for span in up)
+    whole = {one.number: one for one in simulated}
+    untouched = [
+        one
+        for one in seen.served.values()
+        if any(start <= one.at_s and one.end_s < end for start, end in up)
+    ]
+    shares = [
+        sum(map(LIMITS.keeps, some)) / max(1, len(untouched))
+        for some in (untouched, [whole[one.number] for one in untouched])
+    ]
+    return {
+        "tokens_by_predicted": tokens_in(seen, up) / max(1.0, tokens),
+        "untouched": len(untouched),
+        "untouched_within_limits": shares[0],
+        "untouched_within_limits_predicted": shares[1],
+    }
+
+
+def tokens_between(served: ServedRequest, span: tuple[float, float]) -> float:
+    """Return how many tokens of an answer come in a span, evenly behind the first."""
+    first = float(span[0] <= served.first_token_s < span[1])
+    common_s = min(span[1], served.end_s) - max(span[0], served.first_token_s)
+    took_s = served.end_s - served.first_token_s
+    return first + (served.output_tokens - 1) * max(0.0, common_s) / max(took_s, 1e-9)
 
 
 def texts_of(jobs: Sequence[tuple[float, Arrival]], plan: Plan) -> list[str]:
@@ -373,9 +438,14 @@ async def read_stream(
         return
     seen.texts[number] = text
     seen.token_times_s += pieces_s
-    first_s, per_token_s = LIMIT_S
-    mean_s = (pieces_s[-1] - pieces_s[0]) / max(1, tokens - 1)
-    seen.within += pieces_s[0] - sent_s <= first_s and mean_s <= per_token_s
+    seen.served[number] = ServedRequest(
+        number=number,
+        at_s=sent_s - seen.began_s,
+        first_token_s=pieces_s[0] - seen.began_s,
+        end_s=pieces_s[-1] - seen.began_s,
+        prompt_tokens=row.prompt_tokens,
+        output_tokens=tokens,
+    )
 
 
 def between(seen: Seen, kills_s: Sequence[float], seconds: float) -> list[tuple[float, float]]:

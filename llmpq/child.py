@@ -32,6 +32,8 @@ from llmpq.out_of_memory import first_line, out_of_memory
 
 _STDERR_LINES = 20
 """How many of the last lines of a child's stderr are held for its obituary."""
+_LEFT_S = 2.0
+"""How long its pipes may stay open behind it: a process that it has left may hold them."""
 _RAISED = {
     kind.__name__: kind for kind in (ValueError, ConnectionError, MemoryError, RuntimeError)
 } | {
@@ -145,10 +147,12 @@ class Child:
             self._process.kill()
 
     def wait(self) -> None:
-        """Wait for its end and close its pipes."""
+        """Wait for its end and close its pipes, but those that are read still."""
         self._process.wait()
         for thread in self._threads:
-            thread.join()
+            thread.join(2 * _LEFT_S)
+        if any(thread.is_alive() for thread in self._threads):
+            return
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             with contextlib.suppress(OSError):  # what was written and never read
                 if pipe is not None:
@@ -182,7 +186,7 @@ class Child:
                     answer.set_result(message["value"])
         code = self._process.wait()
         for thread in self._threads[1:]:
-            thread.join()
+            thread.join(_LEFT_S)
         with self._lock:
             self._gone = CallFailed(self._obituary(code))
             waiting, self._open = [answer for answer, _ in self._open.values()], {}
@@ -236,10 +240,7 @@ def serve_calls(
     and asynchronous generators, whose items are parts, run in a loop of this thread. What libraries
     print goes to stderr.
     """
-    # Ctrl-C, and a supervisor's SIGTERM to all processes, are the parent's to answer: it ends this
-    # process when requests have ended, and its own end, which closes the pipe, does so, too.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     messages, answers = read_lines(sys.stdin), take_answers()
     server = _Server(make, next(messages), calls, answers)
     logging.getLogger("llmpq").addHandler(_LogOf(server))
@@ -254,6 +255,16 @@ def serve_calls(
             else:
                 server.answer(message)
     os._exit(0)  # threads may be waiting for what is gone
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore Ctrl-C, a terminal that closes, and a supervisor's SIGTERM to all processes.
+
+    The parent ends this process when requests have ended; so does its own end, which closes the
+    pipe.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Server:

@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         lambda: _run(_known(command, words), words),
         interrupted="interrupted",
         spelled=lambda text: PARSERS[command][0]().as_typed(text, words),
+        own_process=argv is None,
     )
 
 

@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: _started(command, words)(),
         interrupted="stopped; samples taken so far are on disk, run it again",
         no_memory="take a shorter --window, or another --device",
+        own_process=argv is None,
     )
 
 

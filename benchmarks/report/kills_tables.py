@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from report.table_cells import Row, load, markdown
 
@@ -62,11 +63,35 @@ class CommandsTable:
                 markdown(
                     ("requests", "a kill every s", "kills", "recoveries", "wrong, lost, different",
                      "503 before a stream", "predicted s", "measured s", "goodput between faults",
+                     "tokens by predicted; within limits (predicted)",
                      "driver MiB, middle and last third", "load"),
                     serve,
                 ),
             ]
         )  # fmt: skip
+
+
+class InterruptsTable:
+    """A line for each row of `interrupts.py`."""
+
+    def render(self) -> str:
+        """Return the table as Markdown."""
+        body = [
+            [
+                str(row["case"]["signals"]),
+                ", ".join(f"{code}: {count}" for code, count in row["case"]["codes"].items()),
+                str(row["case"]["wrong"]),
+                str(row["case"]["whole"]),
+                f"{row['value']:.2f}",
+                f"{row['case']['p99_s']:.2f}",
+                f"{row['spread'][1]:.2f}",
+                f"{row['case']['load_average']:.0f}",
+            ]
+            for row in load("chaos.jsonl", "interrupts", {})
+        ]
+        head = ("commands", "exit codes", "hung, left behind or wrong", "resumed to the end",
+                "until the end p50 s", "p99 s", "longest s", "load")  # fmt: skip
+        return markdown(head, body)
 
 
 class ReplanTable:
@@ -102,9 +127,17 @@ def _served(row: Row) -> list[str]:
         _seconds(case["predicted_s"]),
         _seconds(case["measured_s"]),
         f"{row['value']:.2f}",
+        _by_predicted(case),
         ", ".join(f"{size:.0f}" for size in case["driver_mib"]),
         f"{case['load_average']:.0f}",
     ]
+
+
+def _by_predicted(case: Mapping[str, Any]) -> str:
+    if "tokens_by_predicted" not in case:
+        return ""
+    within = case["untouched_within_limits"], case["untouched_within_limits_predicted"]
+    return f"{case['tokens_by_predicted']:.2f}; {within[0]:.2f} ({within[1]:.2f})"
 
 
 def _seconds(values: Sequence[float]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from report.configs_table import ConfigsTable
 from report.front_table import FrontTable
-from report.kills_tables import CommandsTable, PausesTable, ReplanTable
+from report.kills_tables import CommandsTable, InterruptsTable, PausesTable, ReplanTable
 from report.live_table import LiveTable
 from report.planner_tables import AblationTable, MixedTable, OddTable, ProofsTable
 from report.table_cells import (
@@ -50,12 +50,14 @@ TABLES: dict[
     | AblationTable
     | PausesTable
     | CommandsTable
+    | InterruptsTable
     | ReplanTable,
 ] = {
     "front": FrontTable(),
     "published_configs": ConfigsTable(),
     "pauses": PausesTable(),
     "commands_under_kills": CommandsTable(),
+    "interrupts": InterruptsTable(),
     "replan": ReplanTable(),
     "live": LiveTable(stages=1),
     "live_stages": LiveTable(stages=2),

@@ -25,16 +25,14 @@ import argparse
 import os
 import re
 import select
-import signal
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from types import FrameType
 from typing import IO, Any, TypeVar
 
 from llmpq.checkpoints.hub import at_revision
+from llmpq.commands.interrupts import Interrupts
 from llmpq.commands.output_paths import refusal
 from llmpq.errors import EXIT_CODES, ExitCode, LlmpqError, nearest
 from llmpq.missing_packages import missing_package
@@ -474,15 +472,21 @@ def end_of(
     extras: Sequence[str] = ("run",),
     spelled: Callable[[str], str] = str,
     err: IO[str] | None = None,
+    own_process: bool = False,
 ) -> int:
     """Run a command and return its exit code; whatever ends it early is one sentence on stderr.
 
     SIGTERM and SIGHUP end it as Ctrl-C does: what it has started goes with it. `extras`: those of
     pyproject.toml that the command needs. `spelled` brings the sentence's flags to the spelling
-    that the user typed.
+    that the user typed. `own_process`: it ends with the command, by force where an interrupt
+    does not end it (interrupts.py).
     """
+
+    def cut_off(why: str) -> str:
+        return f"{program}: {interrupted} ({why})\n"
+
     try:
-        with _Interrupts():
+        with Interrupts(cut_off, own_process=own_process):
             code = int(run())
             sys.stdout.flush()
         return code
@@ -507,61 +511,6 @@ def end_of(
         message, code = interrupted, ExitCode.INTERRUPTED
     (err or sys.stderr).write(f"{program}: {spelled(' '.join(message.split()))}\n")
     return int(code)
-
-
-AGAIN_S = 1.0
-"""After which a command that has lost its interrupt is interrupted again."""
-
-
-class _Interrupts:
-    """Lets SIGTERM and SIGHUP raise `KeyboardInterrupt`; under nohup SIGHUP stays ignored.
-
-    What is raised while a library is imported may be lost in it: it is raised again unless it is
-    being handled by then.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[int, Any] = {}
-        self._timer: threading.Timer | None = None
-        self._insists = self._over = False
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for name in ("SIGTERM", "SIGHUP"):
-                number = getattr(signal, name, None)  # Windows has no SIGHUP
-                if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._interrupt)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._over = True
-        if self._timer is not None:
-            self._timer.cancel()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if self._timer is not None and kind is not None and issubclass(kind, Exception):
-            raise KeyboardInterrupt  # of an import that was cut off, say
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        insists, self._insists = self._insists, False
-        if insists and (self._over or _is_interrupted(sys.exc_info()[1])):
-            return
-        self._timer = threading.Timer(AGAIN_S, self._insist, (number,))
-        self._timer.daemon = True
-        self._timer.start()
-        raise KeyboardInterrupt
-
-    def _insist(self, number: int) -> None:
-        ident = threading.main_thread().ident
-        if ident is not None and not self._over:
-            self._insists = True
-            signal.pthread_kill(ident, number)
-
-
-def _is_interrupted(error: BaseException | None) -> bool:
-    """Whether an interrupt is being handled, or what came of handling it."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__context__
-    return error is not None
 
 
 def _nobody_reads(out: IO[str]) -> bool:

@@ -277,10 +277,10 @@ def _forked(work: Callable[[], dict[str, Any]], method: str) -> dict[str, Any]:
     sys.stdout.flush()
     sys.stderr.flush()
     reader, writer = os.pipe()
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child == 0:
         os.close(reader)
-        _answer_and_exit(work, writer)
+        _answer_and_exit(work, writer, parent)
     os.close(writer)
     ended = False
     try:
@@ -308,16 +308,17 @@ def _import_what_comes_next() -> None:
     import llmpq.planner.solving.topologies  # noqa: F401
 
 
-def _answer_and_exit(work: Callable[[], dict[str, Any]], writer: int) -> None:
+def _answer_and_exit(work: Callable[[], dict[str, Any]], writer: int, parent: int) -> None:
     """Do the work, write the answer, leave without the parent's clean-up."""
     code = 0
     try:
-        _end_with_parent()
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # of the whole group: the parent says it
+            if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
+                signal.signal(getattr(signal, name), signal.SIG_DFL)
+        _end_with(parent)
         answer = _answer_of(work)
         with os.fdopen(writer, "w", encoding="utf-8") as pipe:
             write_line(pipe, answer)
-    except KeyboardInterrupt:  # of the whole group: the parent says it
-        code = 1
     except BaseException as error:
         sys.stderr.write(f"llmpq-algo: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
@@ -326,17 +327,21 @@ def _answer_and_exit(work: Callable[[], dict[str, Any]], writer: int) -> None:
         os._exit(code)
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """Have the system end this process with its parent, however that ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before this call
+            os._exit(1)
 
 
 def _spawned(
     problem: Problem, job: Job, options: dict[str, Any], method: str, child: Sequence[str]
 ) -> dict[str, Any]:
     """Do a job in a fresh interpreter."""
-    request = json.dumps({"problem": problem_data(problem), "job": job, "options": options})
+    request = json.dumps(
+        {"problem": problem_data(problem), "job": job, "options": options, "parent": os.getpid()}
+    )
     done = subprocess.run(child, input=request.encode(), stdout=subprocess.PIPE, check=False)
     return _fields(done.stdout, max(0, -done.returncode), method)
 
@@ -387,6 +392,7 @@ def main() -> int:
     """Solve and answer; what a solver prints goes to stderr, for stdout is the answer's."""
     answers = take_answers()
     for request in read_lines(sys.stdin):
+        _end_with(request["parent"])
         problem = parse_problem(request["problem"])
         work = partial(_do, problem, request["job"], request["options"])
         write_line(answers, _answer_of(work))

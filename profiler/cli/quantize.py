@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted="stopped; run the same command again to continue",
         no_memory="calibrate with fewer --windows or a shorter --window, or on another --device; "
         "into a new directory if layers are there",
+        own_process=argv is None,
     )
 
 

@@ -113,9 +113,9 @@ class CtrlC:
             self._answer = None
 
     def _pressed(self, number: int, frame: FrameType | None) -> None:
+        self.was_pressed = True
         if self.at_prompt:
             raise KeyboardInterrupt
-        self.was_pressed = True
         if self._answer is not None:
             loop, task = self._answer
             if task is not None:
@@ -223,7 +223,7 @@ def _lines(ctrl_c: CtrlC, *, talks: bool) -> Iterator[str]:
             return
         except KeyboardInterrupt:
             ctrl_c.at_prompt = False
-            if not talks:
+            if not talks or not ctrl_c.was_pressed:  # SIGTERM, which ends the command
                 raise
             parts = []
             sys.stdout.write("\n(Ctrl-D or /exit ends)\n")

@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         no_memory="take fewer or shorter rows, lower precisions or a device with more",
         extras=COMMANDS[name].extras if name in COMMANDS else (),
         spelled=as_flags,
+        own_process=argv is None,
     )
 
 

@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from llmpq.commands.interrupts import END_S, end_within
 from llmpq.precision import bits_of
 from llmpq.runtime.control_socket import answering
 from llmpq.runtime.gc_freeze import gc_freeze
@@ -217,8 +218,10 @@ class Server(uvicorn.Server):
         """Begin to end at the first signal, end at the second; called between two steps."""
         if self.service.draining:
             self.should_exit = self.force_exit = True
+            end_within(END_S)
             return
         self.service.draining = True
+        end_within(self.service.settings.drain_timeout_s + END_S)
         if sig == signal.SIGINT and self.loads:
             self.failure = KeyboardInterrupt()
         _log.info("ending: no new requests, %d under way", self.service.num_under_way)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 
 import pytest
 
@@ -69,8 +70,10 @@ def test_a_run_gets_and_gives_devices(sockets, demo_model, tmp_path, capsys):
         "-i", given, "-o", output, "--json",
     ]  # fmt: skip
     with subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as run:
+        list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        # Tests that a shell runs in the background inherit a SIGINT that is ignored.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
+    ) as run:  # fmt: skip
         try:
             path = control_socket.folder() / f"{run.pid}.sock"
             until_s = time.monotonic() + 120
