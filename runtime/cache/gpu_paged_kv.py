@@ -79,6 +79,8 @@ class DevicePool:
 class GpuPagedKV(GpuPagedKVBase):
     """16-bit (or float32) keys and values of one stage in blocks."""
 
+    starts_on_device = True
+
     def __init__(
         self,
         spec: ModelSpec,

@@ -55,6 +55,8 @@ class GpuPagedKVBase(PagedKV):
     """Whether layers with a window have a pool of their own."""
     num_fields = FIELDS
     """Rows of the table."""
+    starts_on_device = False
+    """Whether attention reads where rows of several tokens start from the table alone."""
     num_work_split = 0
     """Numbers that `work_split` returns."""
 

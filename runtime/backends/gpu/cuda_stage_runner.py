@@ -304,6 +304,12 @@ class CudaStageRunner(StageRunner):
 
     def _verified(self, out: StepOutput, message: StepMessage) -> Tensor:
         """Return the rows' new tokens where some have drafts, or are drafted for, on the host."""
+        greedy = all(params.greedy for params in message.sampling)
+        if self.mtp is not None and greedy and not self.sampler.knows(message):
+            assert out.hidden_BQh is not None
+            made = self.mtp.round(message, out.hidden_BQh[:, : sum(message.num_new)])
+            if made is not None:
+                return result_table(message, *made)
         rows = self._new_tokens(self._wanted_logits(out, message), message)
         drafts = None
         if self.mtp is not None:
@@ -395,6 +401,9 @@ class CudaStageRunner(StageRunner):
         if capture and self.mtp is not None:
             for counts in self._head_steps(self.mtp, rows, gamma):
                 self.mtp.further(self._zeros(StepKind.DECODE, counts, ())[0])
+            for count in self.mtp.single.sizes(rows) if gamma and self.mtp.in_rounds else ():
+                each = [gamma + 1] * count
+                self.mtp.further_round(self._zeros(StepKind.MIXED, each, (0,) * gamma)[0])
         self._times.forget()
 
     def _head_steps(self, head: CudaMtpDrafts, rows: int, gamma: int) -> Iterator[list[int]]:

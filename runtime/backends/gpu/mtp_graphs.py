@@ -1,20 +1,22 @@
 """Steps of the model's own head that drafts (MTP) on a GPU, captured as the model's are.
 
 Two sets: what is new of requests, several tokens a row; and a further token of each row behind what
-was drafted last.
+was drafted last. Where the head knows all that is behind greedy rows, as after each verify, a whole
+round of drafts is one graph (mtp_rounds.py).
 
 Legend: T places, h hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput
+from llmpq.runtime.backends.gpu.mtp_rounds import MtpRoundGraphs, drafting_order
 from llmpq.runtime.backends.gpu.paged_graphs import PagedGraphs
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.drafts.acceptance import DraftProbs
@@ -62,11 +64,63 @@ class CudaMtpDrafts(MtpDrafts):
         options["most_tokens"] += options["num_slots"] * (MOST_WAITING + 1)
         make = partial(MtpGraphs, model, kv, head, **options)
         self.single, self._several = make(chunks=False), make(chunks=True)
+        self._make_round: Callable[[int], MtpRoundGraphs] = partial(
+            MtpRoundGraphs, model, kv, head, **options
+        )
+        self.in_rounds: bool = kv.starts_on_device and kv.states is None and model.reduce is None
+        self._rounds: dict[int, MtpRoundGraphs] = {}
+        """Number of drafts -> rounds of so many."""
 
     def share(self, others: PagedGraphs) -> None:
         """Capture where the stage's own steps are."""
         for graphs in (self.single, self._several):
             graphs.share(others)
+
+    def round(
+        self, message: StepMessage, hidden_1Th: Tensor
+    ) -> tuple[list[list[int]], list[list[int]]] | None:
+        """Return the new tokens of a verify's greedy rows, and the drafts behind them, in one step.
+
+        None where the head has yet to be given more than this step's hidden states, or a row drafts
+        no more: `draft` does those.
+        """
+        if not self.in_rounds or not all(
+            self._is_steady(message, row) for row in range(message.num_rows)
+        ):
+            return None
+        self.kv.take_rows(message.paged, message.starts)
+        gamma = max(max(row.drafts_wanted, len(row.drafts)) for row in message.paged)
+        table_BK = self._round_graphs(gamma).run(message, hidden_1Th).table_BK
+        assert table_BK is not None
+        new: list[list[int]] = [[] for _ in message.slots]
+        drafts: list[list[int]] = [[] for _ in message.slots]
+        for row, line in zip(drafting_order(message), table_BK.tolist(), strict=False):
+            count, wanted = line[0], message.paged[row].drafts_wanted
+            new[row], drafts[row] = line[1 : 1 + count], line[gamma + 2 :][:wanted]
+            self._waiting[message.slots[row]].start += count
+        return new, drafts
+
+    def _is_steady(self, message: StepMessage, row: int) -> bool:
+        """Whether the head knows all that stands in front of a row, which samples and drafts."""
+        paged, waiting = message.paged[row], self._waiting.get(message.slots[row])
+        if waiting is None or paged.resumes or not paged.samples or paged.drafts_wanted <= 0:
+            return False
+        start = message.starts[row]
+        goes_on = start > 0 and message.num_new[row] == len(paged.drafts) + 1
+        return goes_on and waiting.start == waiting.end == start
+
+    def _round_graphs(self, gamma: int) -> MtpRoundGraphs:
+        if gamma not in self._rounds:
+            self._rounds[gamma] = self._make_round(gamma)
+            self._rounds[gamma].share(self.single)
+        return self._rounds[gamma]
+
+    def further_round(self, message: StepMessage) -> None:
+        """Run a round behind hidden states of zeros; to be captured ahead."""
+        norm, tokens = self.head.hidden_norm.weight, sum(message.num_new)
+        self.kv.take_rows(message.paged, message.starts)
+        hidden = norm.new_zeros(1, tokens, norm.numel())
+        self._round_graphs(max(message.num_new) - 1).run(message, hidden)
 
     def further(self, message: StepMessage) -> Tensor:
         """Return what follows hidden states of zeros; to be timed, or captured ahead."""

@@ -15,6 +15,7 @@ from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.backends.build_stage import build_head, build_stage
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.backends.gpu.mtp_graphs import CudaMtpDrafts
+from llmpq.runtime.backends.gpu.mtp_rounds import MtpRoundGraphs
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.drafts.drafters import FixedDrafter
@@ -108,5 +109,14 @@ def test_drafts_of_the_head_change_no_token(
         stages.computes.append(compute)
     with torch.inference_mode():
         stages.computes[-1].warm_up(2, 7, gamma=3)
-    assert isinstance(stages.computes[-1].mtp, CudaMtpDrafts)
+    head = stages.computes[-1].mtp
+    assert isinstance(head, CudaMtpDrafts) and head.in_rounds
+    rounds, run_round = [], MtpRoundGraphs.run
+
+    def noted(self: MtpRoundGraphs, message: StepMessage, hidden: Any) -> Any:
+        rounds.append(max(row.drafts_wanted for row in message.paged))
+        return run_round(self, message, hidden)
+
+    monkeypatch.setattr(MtpRoundGraphs, "run", noted)
     assert run(stages) == wanted
+    assert max(rounds) > 1, "drafts behind drafts, in one step"
