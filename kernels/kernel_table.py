@@ -71,6 +71,8 @@ class Kernel(StrEnum):
     SPLITK_GEMM = "splitk_gemm"
     WGMMA_GEMM = "wgmma_gemm"
     WGMMA_ROWS = "wgmma_rows"
+    CUDA_GEMV = "cuda_gemv"
+    CUDA_DEQUANTIZE = "cuda_dequantize"
     DEQUANTIZE = "dequantize"
     DEQUANTIZE_TORCH = "dequantize_torch"
     ROWS_GEMM = "rows_gemm"
@@ -92,6 +94,8 @@ HELP = {
     Kernel.SPLITK_GEMM: "tiles of w, K split over programs",
     Kernel.WGMMA_GEMM: "wgmma fed from registers, x by TMA (Gluon)",
     Kernel.WGMMA_ROWS: "the same, any multiple of 8 rows a tile (CUDA C++)",
+    Kernel.CUDA_GEMV: "few rows of x, w read as it is stored (CUDA C++)",
+    Kernel.CUDA_DEQUANTIZE: "w in float16 (CUDA C++), then cuBLAS",
     Kernel.DEQUANTIZE: "w in x's type, then cuBLAS or oneDNN",
     Kernel.DEQUANTIZE_TORCH: "w by torch's operators, then cuBLAS or oneDNN",
     Kernel.ROWS_GEMM: "bytes as a checkpoint has them",
@@ -149,6 +153,11 @@ GEMV_ROWS, GEMV_ROWS_BF16_ZEROS = 8, 2
 float16's, would be expected too fast (timed in layers, H100)."""
 SPLITK_ROWS = 256
 """Most rows of splitk_gemm.py: past them each tile of w is unpacked many times."""
+CUDA_GEMV_ROWS, CUDA_GEMV_ROWS_VOLTA = 64, 16
+"""Most rows of gemv.cu with and without tensor cores: past them w is made first. No such card could
+be timed: from an H200's times (28672 x 4096, 4 bits, 1, 8, 16, 64 rows: 31, 41, 84, 322 us; without
+tensor cores 32, 155, 301 us to 16 rows; w made 290 us), by multiprocessors and clocks of a T4 and a
+V100, and by bytes."""
 WGMMA_FROM = 33
 WGMMA_ROWS_SPAN = (65, 2048)
 """Rows of x at which wgmma_rows.cu is as quick as wgmma_gemm.py or quicker, so that it takes its
@@ -185,7 +194,7 @@ _AMPERE, _BLACKWELL = (gpu((8, 0)), gpu((9, 0))), (gpu((9, 1)), _END)
 _TRITON = (gpu((7, 5)), _END)
 """GPUs that run the kernels that dequantise."""
 _TURING, _OLD = (gpu((7, 5)), gpu((8, 0))), (gpu((0, 0)), gpu((7, 5)))
-_GPUS = (gpu((0, 0)), _END)
+_VOLTA, _GPUS = (gpu((7, 0)), gpu((7, 5))), (gpu((0, 0)), _END)
 _CPUS, _NATIVE = (cpu("no compiler"), ("cpu", 99, 0)), (cpu("avx2"), ("cpu", 99, 0))
 _NO_COMPILER, _VNNI = (cpu("no compiler"), cpu("avx2")), (cpu("avx512_vnni"), ("cpu", 99, 0))
 
@@ -205,6 +214,7 @@ _PACKED = (KernelForm.WORDS, KernelForm.PARTS, KernelForm.PARTS_3)
 
 _ALIGNED = "x, w and y start on 16 bytes"
 _COMPILED = _ALIGNED + ", NVRTC"
+_HALVES_COMPILED = "float16, even K, NVRTC that knows the card"
 _GLUON_EXPERTS = "16-bit x, K in eights from 256"
 
 
@@ -261,7 +271,11 @@ def _table() -> Iterator[Line]:
             long = (PIECES_FROM, None)
             yield from _lines(forms, k.DEQUANTIZE, g + file, _HOPPER, long, ranked=True)
         yield from _lines(forms, k.DEQUANTIZE, g + file, _HOPPER)
-    by_torch = "weights/quantized_weight.py"
+    by_torch, few_file = "weights/quantized_weight.py", g + "cuda/gemv.cu"
+    for on, most in ((_TURING, CUDA_GEMV_ROWS), (_VOLTA, CUDA_GEMV_ROWS_VOLTA)):
+        integers = (KernelForm.WORDS, KernelForm.PARTS, KernelForm.PARTS_3)
+        yield from _lines(integers, k.CUDA_GEMV, few_file, on, (1, most), needs=_HALVES_COMPILED)
+        yield from _lines(integers, k.CUDA_DEQUANTIZE, few_file, on, needs=_HALVES_COMPILED)
     yield from _lines(_INTEGERS, k.DEQUANTIZE, g + "dequantize.py", _TURING)
     yield from _lines(_INTEGERS, k.DEQUANTIZE_TORCH, by_torch, _OLD)
     yield from _lines(_SCALED, k.DEQUANTIZE_TORCH, by_torch, _OLD)

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-ARCHITECTURE = "sm_90a"
-_OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "-default-device")
+HOPPER = "sm_90a"
+"""The architecture of texts with Hopper's own instructions."""
 _DIGEST_BYTES = 32
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _OVERLAPPING = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -52,7 +52,28 @@ def noting_missing(found: dict[str, Callable[[], object]]) -> Iterator[None]:
         _noted.reset(token)
 
 
-def compile_text(text: str) -> bytes:
+def architecture(capability: tuple[int, int]) -> str:
+    """Return what NVRTC calls a compute capability."""
+    return "sm_{}{}".format(*capability)
+
+
+@functools.cache
+def compiles_for(capability: tuple[int, int]) -> bool:
+    """Whether there is an NVRTC that knows a card (that of CUDA 13 knows none before Turing)."""
+    nvrtc, count = _nvrtc(), ctypes.c_int()
+    if nvrtc is None or nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count)):
+        return False
+    known = (ctypes.c_int * count.value)()
+    nvrtc.nvrtcGetSupportedArchs(known)
+    return 10 * capability[0] + capability[1] in known
+
+
+def integer(value: int) -> ctypes.c_int:
+    """Return an int of CUDA as an argument of a kernel."""
+    return ctypes.c_int(value)
+
+
+def compile_text(text: str, architecture: str = HOPPER) -> bytes:
     """Return a text's machine code; raises `RuntimeError` with NVRTC's log."""
     nvrtc = _nvrtc()
     if nvrtc is None:
@@ -60,8 +81,9 @@ def compile_text(text: str) -> bytes:
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
     try:
-        options = (ctypes.c_char_p * len(_OPTIONS))(*(option.encode() for option in _OPTIONS))
-        failed = nvrtc.nvrtcCompileProgram(program, len(_OPTIONS), options)
+        given = _options(architecture)
+        options = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
+        failed = nvrtc.nvrtcCompileProgram(program, len(given), options)
         if failed:
             nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
@@ -75,12 +97,12 @@ def compile_text(text: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def machine_code(text: str) -> bytes:
+def machine_code(text: str, architecture: str = HOPPER) -> bytes:
     """Return a text's machine code, from the cache if it is there."""
-    path = cache_folder() / f"{_mark(text)}.cubin"
+    path = cache_folder() / f"{_mark(text, architecture)}.cubin"
     found = _whole(path)
     if found is None:
-        found = compile_text(text)
+        found = compile_text(text, architecture)
         with suppress(OSError):  # a cache that cannot be written only costs time
             _keep(path, found)
     return found
@@ -95,8 +117,9 @@ def cache_folder() -> Path:
 class CudaFunction:
     """A kernel of one device, loaded when it is first needed there."""
 
-    def __init__(self, name: str, text: str, shared_bytes: int) -> None:
-        self._name, self._text, self._shared_bytes = name, text, shared_bytes
+    def __init__(self, name: str, text: str, shared_bytes: int, architecture: str = HOPPER) -> None:
+        self._name, self._shared_bytes = name, shared_bytes
+        self._text, self._architecture = text, architecture
         self._loaded: dict[int, ctypes.c_void_p] = {}
 
     def launch(
@@ -104,7 +127,7 @@ class CudaFunction:
         device: torch.device,
         programs: int,
         threads: int,
-        arguments: Sequence[ctypes.Array[ctypes.c_char] | ctypes.Structure | int],
+        arguments: Sequence[ctypes.Array[ctypes.c_char] | ctypes.Structure | ctypes.c_int | int],
         *,
         overlapping: bool,
     ) -> None:
@@ -127,9 +150,9 @@ class CudaFunction:
         index = torch.cuda.current_device() if device.index is None else device.index
         found = self._loaded.get(index)
         if found is None:
-            noted = _noted.get()
-            if noted is not None and _whole(cache_folder() / f"{_mark(self._text)}.cubin") is None:
-                noted[self._text] = functools.partial(machine_code, self._text)
+            noted, mark = _noted.get(), _mark(self._text, self._architecture)
+            if noted is not None and _whole(cache_folder() / f"{mark}.cubin") is None:
+                noted[mark] = functools.partial(machine_code, self._text, self._architecture)
                 return None
             with torch.cuda.device(index):
                 torch.cuda.current_stream()  # a context
@@ -139,7 +162,7 @@ class CudaFunction:
 
     def _load(self) -> ctypes.c_void_p:
         module, function, driver = ctypes.c_void_p(), ctypes.c_void_p(), _driver()
-        code = machine_code(self._text)
+        code = machine_code(self._text, self._architecture)
         _check(driver.cuModuleLoadData(ctypes.byref(module), code), "load")
         name = self._name.encode()
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name), "find")
@@ -194,7 +217,9 @@ class _Launch(ctypes.Structure):
     )
 
 
-def _address(value: ctypes.Array[ctypes.c_char] | ctypes.Structure | ctypes.c_uint64) -> int:
+def _address(
+    value: ctypes.Array[ctypes.c_char] | ctypes.Structure | ctypes.c_int | ctypes.c_uint64,
+) -> int:
     return ctypes.addressof(value)
 
 
@@ -231,8 +256,13 @@ def _version() -> str:
     return f"{major.value}.{minor.value}"
 
 
-def _mark(text: str) -> str:
-    return hashlib.sha256("\0".join((*_OPTIONS, _version(), text)).encode()).hexdigest()[:24]
+def _options(architecture: str) -> tuple[str, ...]:
+    return f"--gpu-architecture={architecture}", "--std=c++17", "-default-device"
+
+
+def _mark(text: str, architecture: str) -> str:
+    parts = (*_options(architecture), _version(), text)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 def _whole(path: Path) -> bytes | None:

@@ -19,12 +19,12 @@ from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.formats.packed_words import PackedWords
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
 from llmpq.kernels.gemm.choice import choose_plan
-from llmpq.kernels.gemm.cuda import rows_launch
+from llmpq.kernels.gemm.cuda import gemv_launch, rows_launch
 from llmpq.kernels.gemm.dequantize import dequantize_triton
 from llmpq.kernels.gemm.gemv import gemv_kernel
 from llmpq.kernels.gemm.gluon import gluon_launch
 from llmpq.kernels.gemm.operands.forms import form_constants
-from llmpq.kernels.gemm.ranking.config import Config, ProductPlan, piece_rows
+from llmpq.kernels.gemm.ranking.config import Config, ProductPlan, make_plan, piece_rows
 from llmpq.kernels.gemm.scaled import small_groups
 from llmpq.kernels.gemm.scaled.scaled_dequantize import scaled_dequantize
 from llmpq.kernels.gemm.splitk_gemm import splitk_gemm_kernel
@@ -71,7 +71,7 @@ def run(
     if by_tma:
         by_tma(plan.config, x_MK, q, bias, residual_MN, y_MN, arrivals)
     else:
-        launch = _launch_rows if plan.config.kernel == Kernel.GEMV else _launch_tiles
+        launch = _LAUNCHES[Kernel(plan.config.kernel)]
         launch(plan, x_MK, q, bias, residual_MN, y_MN)
     full = q.out_features // BLOCK_ROWS * BLOCK_ROWS
     if full < q.out_features:
@@ -103,7 +103,12 @@ def _tail(
 
 def _dequantized(q: PackedWords, dtype: torch.dtype, interpret: bool) -> Tensor:
     """Return w [N, K] in x's dtype."""
-    if not interpret and Kernel.DEQUANTIZE_TORCH in eligible(q.kernel_form, device_of(q.device), 1):
+    if dtype == torch.float32:
+        return q.dequantize(dtype)
+    kernels = () if interpret else eligible(q.kernel_form, device_of(q.device), 1)
+    if Kernel.CUDA_DEQUANTIZE in kernels and dtype == torch.float16 and gemv_launch.readable(q):
+        return gemv_launch.dequantize(q)
+    if Kernel.DEQUANTIZE_TORCH in kernels:
         return q.dequantize(dtype)
     if not q.form:
         return dequantize_triton(q, interpret=interpret)
@@ -221,6 +226,17 @@ def _launch_rows(
     )
 
 
+def _launch_few(
+    plan: ProductPlan,
+    x: Tensor,
+    q: PackedWords,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+) -> None:
+    gemv_launch.launch(x, q, bias, residual, y)
+
+
 def _launch_tiles(
     plan: ProductPlan,
     x: Tensor,
@@ -279,6 +295,13 @@ def _launch_tiles(
     )
 
 
+_LAUNCHES = {
+    Kernel.GEMV: _launch_rows,
+    Kernel.SPLITK_GEMM: _launch_tiles,
+    Kernel.CUDA_GEMV: _launch_few,
+}
+
+
 def _register_limit(config: Config, bits: int, rows: int) -> int | None:
     """128 where it spills nothing and two programs of 8 warps can then share a multiprocessor.
 
@@ -301,9 +324,17 @@ def linear_gpu(
     *,
     into_residual: bool = False,
 ) -> Tensor:
-    """Multiply x [M, K] by a weight in words, or in rows of small groups."""
+    """Multiply x [M, K] by a weight in words, or in rows of small groups.
+
+    float32 takes no packed kernel: torch makes w, cuBLAS multiplies.
+    """
     if q.kernel_form is KernelForm.ROWS:
         return small_groups.multiply(x_MK, q, bias, residual_MN)
     x_MK = x_MK.contiguous()
-    chosen = choose_plan(x_MK, q, residual_MN)
+    if x_MK.dtype == torch.float32 == (q.needs_dtype or x_MK.dtype):
+        return _dense(x_MK, q, bias, residual_MN, interpret=False, into_residual=into_residual)
+    if gemv_launch.serves(x_MK, q):
+        chosen = make_plan(Config(kernel=Kernel.CUDA_GEMV), device_of(q.device)[1:])
+    else:
+        chosen = choose_plan(x_MK, q, residual_MN)
     return run(chosen, x_MK, q, bias, residual_MN, into_residual=into_residual)

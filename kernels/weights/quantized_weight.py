@@ -458,7 +458,7 @@ def best_layout(device: torch.device, dtype: torch.dtype, group_size: int | None
     """Return the layout that `linear` is fastest with on this device."""
     if device.type != "cpu":
         small = group_size not in (None, GROUP)
-        by_rows = dtype == torch.float32 or older_than(device, (8, 0))
+        by_rows = dtype == torch.float32 or (older_than(device, (8, 0)) and dtype != torch.float16)
         return Layout.ROWS if small and by_rows else Layout.FRAGMENT
     return Layout.ROWS if library() is None else native_layout(group_size)
 

@@ -19,7 +19,7 @@ from llmpq.kernels.kernel_table import (
 pytestmark = pytest.mark.pure
 
 KERNELS = Path(kernel_table.__file__).resolve().parent
-CARDS = [gpu(c) for c in ((6, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))]
+CARDS = [gpu(c) for c in ((6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))]
 CPUS = [cpu(level) for level in CPU_LEVELS]
 ROWS = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 256, 257, 4096)
 WORDS = {
@@ -74,12 +74,12 @@ def test_kernels_by_device_and_rows() -> None:
     assert eligible(KernelForm.NVFP4, hopper, 257) == (Kernel.DEQUANTIZE,)
     assert Kernel.SPLITK_GEMM not in eligible(KernelForm.LOOKED_UP, hopper, 65)
     assert Kernel.SPLITK_GEMM in eligible(KernelForm.LOOKED_UP, ada, 65)
-    assert (
-        eligible(KernelForm.WORDS, ada, 257)
-        == eligible(KernelForm.WORDS, turing, 1)
-        == (Kernel.DEQUANTIZE,)
-    )
-    assert eligible(KernelForm.PARTS, turing, 1) == (Kernel.DEQUANTIZE_TORCH,)
+    assert eligible(KernelForm.WORDS, ada, 257) == (Kernel.DEQUANTIZE,)
+    few, made = Kernel.CUDA_GEMV, Kernel.CUDA_DEQUANTIZE
+    assert eligible(KernelForm.WORDS, turing, 1) == (few, made, Kernel.DEQUANTIZE)
+    assert eligible(KernelForm.PARTS, turing, 1) == (few, made, Kernel.DEQUANTIZE_TORCH)
+    assert eligible(KernelForm.MXFP4, turing, 1) == (Kernel.DEQUANTIZE_TORCH,)
+    assert eligible(KernelForm.WORDS, gpu((6, 1)), 1) == (Kernel.DEQUANTIZE_TORCH,)
     assert eligible(KernelForm.FP8_WORDS, ada, 8)[0] is Kernel.GEMV
     assert eligible(KernelForm.FP8_WORDS, ada, 9)[0] is Kernel.SPLITK_GEMM
     assert eligible(KernelForm.ATOM_INTEGER, hopper, 257) == (Kernel.INT8_WGMMA,)

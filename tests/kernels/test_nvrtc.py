@@ -19,7 +19,7 @@ def test_machine_code_is_kept_whole_or_compiled_anew(tmp_path, monkeypatch):
     first = nvrtc.machine_code(EMPTY)
     (path,) = (tmp_path / "llmpq" / "cuda").iterdir()
     calls = []
-    monkeypatch.setattr(nvrtc, "compile_text", lambda t: calls.append(t) or b"anew")
+    monkeypatch.setattr(nvrtc, "compile_text", lambda t, architecture: calls.append(t) or b"anew")
     assert nvrtc.machine_code(EMPTY) == first and not calls
     path.write_bytes(path.read_bytes()[:-3])
     assert nvrtc.machine_code(EMPTY) == b"anew" and len(calls) == 1
@@ -39,5 +39,7 @@ def test_what_is_missing_is_compiled_ahead_and_not_launched(tmp_path, monkeypatc
         for kernel in kernels * 2:
             kernel.launch(torch.device("cuda", 0), 1, 32, (), overlapping=False)
     assert len(list((tmp_path / "llmpq" / "cuda").iterdir())) == 2
-    monkeypatch.setattr(nvrtc, "compile_text", lambda text: pytest.fail("compiled again"))
+    monkeypatch.setattr(
+        nvrtc, "compile_text", lambda text, architecture: pytest.fail("compiled again")
+    )
     assert nvrtc.machine_code(EMPTY)

@@ -14,9 +14,9 @@ MOST_ROWS = {2: 256, 3: 192}
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """One way to compute a product by a kernel: "gemv", "splitk_gemm", "wgmma_gemm", "wgmma_rows",
-    "dequantize".
+    "dequantize", "cuda_gemv".
 
-    The last makes w in x's type, for cuBLAS.
+    "dequantize" makes w in x's type, for cuBLAS; "cuda_gemv" chooses its own tiles.
     """
 
     kernel: str
