@@ -58,6 +58,7 @@ def taken(cut: PartSlice | None, shape: tuple[int, ...]) -> tuple[list[int], ran
 BY_FAMILY = {ModelSpec.by_name(name).family: name for name in sorted(builtin_configs())}
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("shares", SHARES[1::2])
 @pytest.mark.parametrize("family", sorted(BY_FAMILY))
 def test_devices_have_all_of_a_layer_together(family, shares):

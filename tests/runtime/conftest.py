@@ -1070,6 +1070,26 @@ class Models:
                 self._greedy[kind, *prompt] = one(prompt)
         return [list(self._greedy[kind, *prompt]) for prompt in prompts]
 
+    def choices(
+        self, kind: str, prompts: list[list[int]], tokens: list[list[int]]
+    ) -> list[list[int]]:
+        """Return what Transformers picks behind each prompt and all but the last of its tokens.
+
+        They are the tokens themselves where these are its greedy ones: a pass for each prompt
+        tells, where `greedy` takes one for each token. Where keys turn with the length, as
+        generation leaves them is not as one pass turns them.
+        """
+        if "dynamic" in kind:
+            return self.greedy(kind, prompts)
+
+        def one(prompt: list[int], found: list[int]) -> list[int]:
+            text = torch.tensor([prompt + found[:-1]])
+            logits = self.reference(kind)(text).logits[0, len(prompt) - 1 :]
+            return logits.argmax(-1).tolist()
+
+        with torch.no_grad():
+            return [one(prompt, found) for prompt, found in zip(prompts, tokens, strict=True)]
+
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_up() -> Iterator[None]:

@@ -53,10 +53,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("live", [False, True])
 def test_a_plan_counts_the_pool_that_its_run_keeps(
-    name: str, live: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """In a batch job, and where requests come live."""
     flags, model, by_hand = CASES[name]
     path = tmp_path / "plan.json"
     assert main([*flags.split(), "--model", model, "-o", str(path)]) == 0, capsys.readouterr().err
@@ -66,20 +66,21 @@ def test_a_plan_counts_the_pool_that_its_run_keeps(
     counted = [stage.memory.kv_bytes for stage in plan.stages if stage.memory is not None]
     assert counted == list(plan.pool.stage_bytes)
     assert sum(counted) / GIB == pytest.approx(by_hand, rel=0.005)
-    pool = PoolPlan(plan, spec, EngineOptions(offline=not live))
-    assert live or pool.limits.row_tokens == 512
-    if not live or plan.workload.kv is KVPrecision.KV16:
-        kept = [
-            pool.size.nbytes(
-                spec,
-                plan.workload.kv,
-                layers=range(*stage.layers),
-                dtype_bytes=plan.workload.dtype_bytes,
-            )
-            for stage in plan.stages
-        ]
-        assert name == "4 bits" or kept == counted
-        assert pool.size.num_blocks == plan.pool.num_blocks
+    for live in (False, True):
+        pool = PoolPlan(plan, spec, EngineOptions(offline=not live))
+        assert live or pool.limits.row_tokens == 512
+        if not live or plan.workload.kv is KVPrecision.KV16:
+            kept = [
+                pool.size.nbytes(
+                    spec,
+                    plan.workload.kv,
+                    layers=range(*stage.layers),
+                    dtype_bytes=plan.workload.dtype_bytes,
+                )
+                for stage in plan.stages
+            ]
+            assert name == "4 bits" or kept == counted
+            assert pool.size.num_blocks == plan.pool.num_blocks
 
 
 def test_the_check_counts_the_pool_anew(tmp_path: Path) -> None:

@@ -157,7 +157,9 @@ def test_slow_links_between_nodes_are_not_crossed(
     assert "writes one engine's plan" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("engines", [(), ("--engines", "2")])
+@pytest.mark.parametrize(
+    "engines", [(), pytest.param(("--engines", "2"), marks=pytest.mark.seldom)]
+)
 def test_nodes_of_which_no_card_holds_the_model_are_engines(
     planned: Any, tmp_path: Path, engines: tuple[str, ...]
 ) -> None:
@@ -429,7 +431,7 @@ def test_one_card_runs_in_waves_what_it_has_no_room_for_at_once(planned: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [123, 4, 13])
+@pytest.mark.parametrize("seed", [123, 4, pytest.param(13, marks=pytest.mark.seldom)])
 def test_with_more_allowed_the_answer_is_never_worse(seed: int) -> None:
     """Shared stages, several engines, more precisions. Of 123 no pipeline has room for all rows."""
     p = shared_problem(seed)

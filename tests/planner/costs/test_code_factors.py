@@ -156,6 +156,7 @@ METHODS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("cards", ["h100:2", "4090:2", "t4:2"])
 def test_a_plan_states_the_temporaries_that_its_codes_need(

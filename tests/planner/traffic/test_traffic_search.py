@@ -156,6 +156,7 @@ def test_cards_share_stages_of_live_traffic_where_that_is_quickest(tmp_path: Pat
     assert isinstance(plan, Plan) and len(plan.stages) == 2
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     "limits",
     [

@@ -154,7 +154,9 @@ def test_pools_of_windows_beside_heads_of_another_shape(
     assert got.tokens == want.tokens and got.furthest(want) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["gemma3n", "gemma4", "llama4"])
+@pytest.mark.parametrize(
+    "kind", ["gemma3n", pytest.param("gemma4", marks=pytest.mark.seldom), "llama4"]
+)
 def test_packed_blocks(
     kind: str, on_gpu: Run, random_prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

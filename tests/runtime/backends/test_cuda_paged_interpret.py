@@ -117,7 +117,13 @@ def asked(prompts, new=NEW, **options):
     return [Request(id=i, prompt=tuple(p), max_new=new, **options) for i, p in enumerate(prompts)]
 
 
-KINDS = ["opt", "bloom", "qwen3", "mixtral", pytest.param("llama", id="llama-whole")]
+KINDS = [
+    "opt",
+    "bloom",
+    pytest.param("qwen3", marks=pytest.mark.seldom),
+    "mixtral",
+    pytest.param("llama", id="llama-whole"),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -48,6 +48,16 @@ KINDS = (
     "minimax",
     "kimi_linear",
 )
+SELDOM = (
+    "qwen3_5",
+    "lfm2",
+    "bamba",
+    "falcon_h1 without its norm",
+    "granitemoehybrid",
+    "olmo_hybrid",
+    "minimax",
+)
+"""Of those that others here, or the drafts below, have all of: in `make test-all`."""
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +143,9 @@ def asked(prompts: list[list[int]]) -> list[Request]:
     return [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.seldom] * (kind in SELDOM)) for kind in KINDS]
+)
 def test_tokens_equal_transformers(
     models: Any, make_plan: Any, random_prompts: Any, kind: str
 ) -> None:

@@ -169,6 +169,7 @@ class Preempting(Scheduler):
         return super().next_micro_batch()
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize(
     ("mode", "splits"),
