@@ -179,9 +179,9 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
 
     NEVER where the choices allow no stage of that sort.
     """
-    spend(20 * len(p.classes))
     table = np.full((len(p.classes), 2, 2, 3), NEVER, dtype=np.int64)
     kinds = {_memory_kind(p, cls) for cls in p.classes}
+    spend(270 * len(kinds))
     for first, last in product((False, True), repeat=2):
         known = p.unlike_bytes is not None  # with every layer's own KV
         kv_above = 0 if known else _above_mean(p, first=first, last=last)

@@ -139,7 +139,7 @@ def engine_proofs(
     rows = p.workload.batch
     if not most:
         search = TopologySearch(p, options, known=KnownPipeline(value=aim))
-        aim = search.bound()
+        aim = search.bound(search.vectors.vectors)
         most = search.most_of_each(aim)
     bounding = [
         (v, n)
