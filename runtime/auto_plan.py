@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from llmpq.cluster import Cluster
+from llmpq.commands.ray_address import require_ray_of_stages
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs, store_costs
 from llmpq.default_dtype import default_dtype, require_dtype
@@ -197,6 +198,7 @@ def named_devices(options: EngineOptions) -> Cluster:
         return this_machine()
     from llmpq.planner.problem.discovery import cluster_from_ray
 
+    require_ray_of_stages(options.ray_address)
     return cluster_from_ray(options.ray_address)
 
 

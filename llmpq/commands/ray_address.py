@@ -16,6 +16,9 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
+
+from llmpq.errors import StageLostError
 
 PROBE_S = 5.0
 """How long an address may take to accept a connection, and then to greet."""
@@ -36,11 +39,11 @@ def require_ray(address: str, *, token: bool = True) -> None:
     `auto` stands for what RAY_ADDRESS says; what names no port is left to Ray. `token`: also where
     it wants another token than the one sent from here, which takes a call of gRPC.
     """
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS", "")
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdigit() or "/" in host:
-        return  # a form only Ray understands
+    address, _ = named_ray(address)
+    place = _place_of(address)
+    if place is None:
+        return
+    host, port = place
     try:
         greeting = _greeting(host.strip("[]"), int(port))
     except TimeoutError:
@@ -61,30 +64,66 @@ def require_ray(address: str, *, token: bool = True) -> None:
     )
 
 
+def require_ray_of_stages(address: str) -> None:
+    """As `require_ray`, where stages are to run there: `StageLostError`, whose exit code is 6.
+
+    A Ray without tokens answers questions that come with one, but its workers, which send none,
+    are hung up on by a process that expects them.
+    """
+    address, _ = named_ray(address)
+    try:
+        require_ray(address)
+        place = _place_of(address)
+        if place is None or _own_token() is None or _answer(":".join(place), None) != "yes":
+            return
+    except ValueError as error:
+        raise StageLostError(str(error)) from None
+    raise StageLostError(
+        f"the Ray at '{address}' runs without tokens, and this process has one, which it wants "
+        "from all: set RAY_AUTH_MODE=disabled, or start that Ray with RAY_AUTH_MODE=token"
+    )
+
+
+def _place_of(address: str) -> tuple[str, str] | None:
+    """Return host and port of an address, None for a form that only Ray understands."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    return (host, port) if colon and port.isdigit() and "/" not in host else None
+
+
 def _require_token(address: str, target: str) -> None:
     """Raise ValueError where a Ray wants another token than the one that is sent from here.
 
-    Ray itself tries for half a minute, with a page of warnings.
+    Ray itself tries for half a minute, with a page of warnings; where a token is asked for here and
+    there is none, with a traceback.
     """
+    token = _own_token()
+    if token is None and os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+        raise ValueError(
+            "RAY_AUTH_MODE=token is set here, and there is no token: put that of the Ray at "
+            f"'{address}' into RAY_AUTH_TOKEN or ~/.ray/auth_token, or leave RAY_AUTH_MODE out"
+        )
+    if _answer(target, token) == "no token":
+        mine = "none is sent from here" if token is None else "the one sent from here is another"
+        raise ValueError(
+            f"the Ray at '{address}' wants a token, and {mine}: set RAY_AUTH_MODE=token, and "
+            "RAY_AUTH_TOKEN or ~/.ray/auth_token as on its machines"
+        )
+
+
+def _answer(target: str, token: str | None) -> Literal["yes", "no token", "unknown"]:
+    """Return what a Ray says to a question that comes with a token, or with none."""
     try:
         import grpc  # comes with ray[default]
     except ModuleNotFoundError:
-        return
-    token = _own_token()
+        return "unknown"
     sent = None if token is None else (("authorization", f"Bearer {token}"),)
     with grpc.insecure_channel(target) as channel:
         try:
             channel.unary_unary(_ALIVE)(b"", metadata=sent, timeout=PROBE_S)
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
-                return  # Ray says better what else is wrong
-            mine = (
-                "none is sent from here" if token is None else "the one sent from here is another"
-            )
-            raise ValueError(
-                f"the Ray at '{address}' wants a token, and {mine}: set RAY_AUTH_MODE=token, and "
-                "RAY_AUTH_TOKEN or ~/.ray/auth_token as on its machines"
-            ) from None
+        except grpc.RpcError as error:  # Ray says better what else is wrong
+            wants = error.code() is grpc.StatusCode.UNAUTHENTICATED
+            return "no token" if wants else "unknown"
+    return "yes"
 
 
 def _own_token() -> str | None:

@@ -22,7 +22,6 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.cli.flags import MergeRequest, ProfileRequest, job_lengths
 from llmpq.profiler.cli.tables import links_table, profile_tables
 from llmpq.profiler.timing.cases import Effort, Sampling, TimedCase, model_spec
-from llmpq.profiler.timing.expected_time import expected_s
 from llmpq.profiler.timing.profile_host import (
     HostProfile,
     ProfileJob,
@@ -197,25 +196,12 @@ def _cases_of(job: ProfileJob, device: Device) -> tuple[TimedCase, ...]:
 
 
 def foresight(job: ProfileJob) -> str:
-    """Return how many cases a job has, and about how long they take."""
-    found = [(device, _cases_of(job, device)) for device in job.devices]
-    seconds = sum(expected_s(job.spec, device, own, job.effort) for device, own in found)
-    count = sum(len(own) for _, own in found)
-    on_gpu = any(not device.spec.is_cpu for device, _ in found)
-    compiling = ", and some for compiling kernels" if on_gpu else ""
+    """Return how many cases a job has; how long each takes is seen once some are timed."""
+    count = sum(len(_cases_of(job, device)) for device in job.devices)
     return (
-        f"{count:,} cases on {', '.join(device.profile_kind for device, _ in found)}: about "
-        f"{_about(seconds)} where nothing else runs{compiling}; fewer with --quick, --bits or "
-        "--job; those on disk are not timed again"
+        f"{count:,} cases on {', '.join(device.profile_kind for device in job.devices)}; fewer "
+        "with --quick, --bits or --job; those on disk are not timed again"
     )
-
-
-def _about(seconds: float) -> str:
-    """Return a time as people say it: 40 seconds, 5 minutes, 2 hours."""
-    for size, name in ((3600, "hour"), (60, "minute"), (10, "0 second")):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.0f}{name if name[0] == '0' else f' {name}'}s"
-    return "20 seconds"
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from llmpq.commands.ray_address import (
     environment,
     named_ray,
     on_loopback,
-    require_ray,
+    require_ray_of_stages,
     signals_kept,
 )
 from llmpq.errors import DeadlineError, StageLostError
@@ -48,10 +48,7 @@ def ray_cluster(address: str | None) -> Iterator[None]:
         ):
             yield
         return
-    try:
-        require_ray(address)
-    except ValueError as error:
-        raise StageLostError(str(error)) from None
+    require_ray_of_stages(address)
     named, local = named_ray(address)
 
     def join() -> None:

@@ -7,11 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llmpq.commands import ray_address
-from llmpq.commands.ray_address import require_ray
+from llmpq.commands.ray_address import require_ray, require_ray_of_stages
+from llmpq.errors import StageLostError
 
 pytestmark = pytest.mark.cpu
 
@@ -85,15 +88,57 @@ def test_auto_is_the_address_of_the_environment(monkeypatch: pytest.MonkeyPatch)
         (None, "right", None),
         ("token", "right", None),
         ("disabled", "right", "none is sent from here"),
-        ("token", "", "none is sent from here"),
+        ("token", "", "RAY_AUTH_MODE=token is set here, and there is no token"),
         ("token", "wrong", "is another"),
     ],
 )
 def test_another_ways_to_authenticate_is_named_at_once(monkeypatch, tmp_path, mode, token, said):
+    with ray_that_wants("right", monkeypatch, tmp_path, mode, token) as address:
+        if said is None:
+            require_ray_of_stages(address)
+            return
+        with pytest.raises(
+            ValueError, match=said if "RAY_AUTH" in said else f"token, and .*{said}"
+        ):
+            require_ray(address)
+        with pytest.raises(StageLostError, match=said):
+            require_ray_of_stages(address)
+
+
+@pytest.mark.parametrize(
+    ("mode", "token", "said"),
+    [
+        (None, "", None),
+        ("disabled", "mine", None),
+        (None, "mine", "runs without tokens, and this process has one"),
+        ("token", "mine", "runs without tokens, and this process has one"),
+        ("token", "", "RAY_AUTH_MODE=token is set here, and there is no token"),
+    ],
+)
+def test_a_ray_without_tokens_runs_no_stages_of_a_process_with_one(
+    monkeypatch, tmp_path, mode, token, said
+):
+    """Its workers, which send none, die one after the other; planning for its devices works."""
+    with ray_that_wants(None, monkeypatch, tmp_path, mode, token) as address:
+        if token or mode != "token":
+            require_ray(address)
+        if said is None:
+            require_ray_of_stages(address)
+            return
+        with pytest.raises(StageLostError, match=said):
+            require_ray_of_stages(address)
+
+
+@contextmanager
+def ray_that_wants(
+    wanted: str | None, monkeypatch: Any, home: Path, mode: str | None, token: str
+) -> Iterator[str]:
+    """Serve as a Ray does that wants a token, or none; this process has another mode and token."""
     grpc = pytest.importorskip("grpc")
 
-    def answer(request: bytes, context: object) -> bytes:
-        if ("authorization", "Bearer right") not in context.invocation_metadata():
+    def answer(request: bytes, context: Any) -> bytes:
+        sent = ("authorization", f"Bearer {wanted}") in context.invocation_metadata()
+        if wanted is not None and not sent:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
         return b""
 
@@ -104,16 +149,12 @@ def test_another_ways_to_authenticate_is_named_at_once(monkeypatch, tmp_path, mo
     server = grpc.server(ThreadPoolExecutor(1), handlers=(Ray(),))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(home))
     for name, value in (("RAY_AUTH_MODE", mode), ("RAY_AUTH_TOKEN", token or None)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
     try:
-        if said is None:
-            require_ray(address)
-        else:
-            with pytest.raises(ValueError, match=f"wants a token, and .*{said}"):
-                require_ray(address)
+        yield address
     finally:
         server.stop(0)

@@ -306,9 +306,15 @@ def test_an_interrupt_promises_rows_only_where_there_are_some(monkeypatch, capsy
     assert ("--resume" in last_line(capsys)) is kept
 
 
+@pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
-def test_a_ray_address_where_nothing_listens_is_refused_at_once(job_files, capsys, form):
+def test_a_ray_address_where_nothing_listens_is_refused_at_once(
+    job_files, capsys, demo_model, form, planned
+):
     words, folder = job_files
+    if not planned:
+        place = next(i for i, word in enumerate(words) if word in ("--plan", "--strat_file_name"))
+        words = [*words[:place], "--model", str(demo_model), *words[place + 2 :]]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = form.format(free.getsockname()[1])
