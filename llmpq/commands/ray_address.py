@@ -15,6 +15,7 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -126,9 +127,22 @@ def _answer(target: str, token: str | None) -> Literal["yes", "no token", "unkno
     return "yes"
 
 
+def _sends_tokens_unasked() -> bool:
+    """Whether this Ray sends a token that it finds where RAY_AUTH_MODE is not set, as 2.60 does.
+
+    Its file is read, for Ray is imported later, with settings of the address.
+    """
+    found = find_spec("ray")
+    if found is None or found.origin is None:
+        return False
+    setup = Path(found.origin).parent / "_private/authentication/authentication_token_setup.py"
+    return setup.is_file() and "maybe_enable_token_auth_if_token_available" in setup.read_text()
+
+
 def _own_token() -> str | None:
     """Return the token that Ray would send from here, None where it sends none."""
-    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+    mode = os.environ.get("RAY_AUTH_MODE")
+    if not (_sends_tokens_unasked() if mode is None else mode.lower() == "token"):
         return None
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token

@@ -129,6 +129,17 @@ def test_a_ray_without_tokens_runs_no_stages_of_a_process_with_one(
             require_ray_of_stages(address)
 
 
+def test_an_older_ray_sends_no_token_unless_it_is_asked_to(monkeypatch, tmp_path):
+    monkeypatch.setattr(ray_address, "find_spec", lambda name: None)
+    with ray_that_wants(None, monkeypatch, tmp_path, None, "mine") as address:
+        require_ray_of_stages(address)
+    with ray_that_wants("mine", monkeypatch, tmp_path, None, "mine") as address:
+        with pytest.raises(StageLostError, match="none is sent from here"):
+            require_ray_of_stages(address)
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        require_ray_of_stages(address)
+
+
 @contextmanager
 def ray_that_wants(
     wanted: str | None, monkeypatch: Any, home: Path, mode: str | None, token: str
