@@ -14,6 +14,7 @@ import pytest
 
 import llmpq
 from llmpq import LLM, Plan, SamplingParams, make_plan
+from llmpq.errors import BadPlanError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 PROMPTS = ["def main():", "import os\n", "class Stack:\n    "]
@@ -165,7 +166,7 @@ def test_parameters_that_cannot_be_met_are_refused(options, said):
 @pytest.mark.cpu
 def test_prompts_that_can_never_run_are_refused_and_leave_the_engine_well(one, wanted):
     for prompt, said in (
-        ("", "no tokens"),
+        ([], "no tokens"),
         ("x y " * 900, "of the model is 1024 with the answer"),
         ([5, 99999], "token 99999 is not in the vocabulary"),
         ({"text": "a"}, r"prompt_token_ids \(and cache_salt\), got"),
@@ -217,10 +218,10 @@ def test_a_chat_is_a_prompt_by_the_models_template(demo_model, tmp_path, wanted)
 )
 def test_options_that_cannot_be_obeyed_are_refused(demo_model, make_plan, options, said):
     options = dict(options)
-    if "plan" in options:
+    if options.get("plan") == "one":
         options["plan"] = make_plan(demo_model)
     model = options.pop("model", demo_model if options else None)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((ValueError, BadPlanError), match=said):
         LLM(model, **options)
 
 
