@@ -29,6 +29,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from llmpq.checkpoints.hub import at_revision
@@ -90,7 +91,14 @@ def number(text: str) -> float:
     raise argparse.ArgumentTypeError(f"expected a number such as 0.5, got '{text[:40]}'")
 
 
-_READ: Mapping[Any, Callable[[str], Any]] = {int: whole_number, float: number}
+def named_path(text: str) -> Path:
+    """Read a path; an empty one, as where a variable is not set, would be the folder one is in."""
+    if text.strip():
+        return Path(text)
+    raise argparse.ArgumentTypeError("expected a path, got an empty one")
+
+
+_READ: Mapping[Any, Callable[[str], Any]] = {int: whole_number, float: number, Path: named_path}
 """A flag's `type` -> what reads it, and says in a sentence what it expected."""
 
 
@@ -199,6 +207,7 @@ class CommandParser:
 
     def positional(self, name: str, **options: Any) -> None:
         """Declare a word that needs no flag; `--help` shows it."""
+        options |= {"type": _READ[kind]} if (kind := options.get("type")) in _READ else {}
         action = self._parser.add_argument(name, **options)
         self._positionals.append(action)
         self._actions.append(action)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +89,17 @@ def test_a_default_that_is_given_counts_as_given() -> None:
 def test_wrong_words_are_value_errors_that_name_the_flag(words: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         read(words)
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_path_is_not_the_folder_that_one_is_in(empty: str) -> None:
+    made = CommandParser("llmpq-x write", "Write x.", example="llmpq-x write IN OUT")
+    made.positional("source", type=Path)
+    made.section("files").flag("-o", "--output", type=Path)
+    assert made.read(["a", "-o", "b"]).output == Path("b")
+    for words, named in ((["a", "-o", empty], "--output"), ([empty], "source")):
+        with pytest.raises(ValueError, match=f"{named}: expected a path, got an empty one"):
+            made.read(words)
 
 
 @pytest.mark.parametrize(
