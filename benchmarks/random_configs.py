@@ -3,9 +3,9 @@
     python benchmarks/random_configs.py --configs 30 qwen3_next gemma4
 
 Each config is one of tests/runtime/conftest.py with sizes, flags, kinds of layers, windows and
-experts drawn anew; weights are random, in float32. Prompts of one token, of a few, and beyond
-windows run on one stage and on three. A config that Transformers or llmpq refuses is counted, and
-says why with `--refusals`.
+experts drawn anew; weights are random, in float32. Each is run three times, over one, two and three
+stages, every time with other steps, pools, preemptions and drafts (lib/drawn_runs.py). A config
+that Transformers or llmpq refuses is counted, and says why with `--refusals`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ from typing import Any
 
 import torch
 import transformers
+from lib.drawn_runs import DrawnPrompts, DrawnRun, Oracle
 
+from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
-from reference.pipeline import ReferencePipeline
+from reference.mtp_models import make_mtp_model
 
+STAGES = (1, 2, 3)
+LONG = 512
+"""Positions of models that state no other number: prompts are longer than a block."""
 TESTS = Path(__file__).parents[1] / "tests"
 SIZES: dict[str, tuple[int, ...]] = {
     "hidden_size": (32, 48, 64, 96),
@@ -76,6 +81,8 @@ def kinds() -> Any:
 def drawn(options: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Return a config's options with others in their places."""
     found = {key: _other(key, value, rng) for key, value in options.items()}
+    if "short_factor" in (options.get("rope_parameters") or {}):  # one for each pair of channels
+        found["hidden_size"], found["num_attention_heads"] = 64, 4
     if "kv_lora_rank" in found:  # latents are of all heads
         found["num_key_value_heads"] = found["num_attention_heads"]
     return found
@@ -106,7 +113,32 @@ def _other(key: str, value: Any, rng: random.Random) -> Any:
     return value
 
 
-def outcome(module: Any, kind: str, options: dict[str, Any], folder: Path) -> tuple[str, str]:
+def oracle_of(
+    module: Any, made: Any, kind: str, options: dict[str, Any], folder: Path
+) -> tuple[Path, Oracle, bool]:
+    """Return a model's directory, what Transformers gives, and whether it has an MTP head."""
+    directory = made.directory(kind)
+    name, family = module.KINDS[kind][0], ModelSpec.from_directory(directory).family
+    dense = (
+        options.get("decoder_sparse_step", 1) > 1
+    )  # the layer behind the last one, by its number
+    if FAMILIES[family].names.mtp is None or "text_config" in options or dense:
+        plain = Oracle(
+            greedy=lambda prompt: made.greedy(kind, [prompt])[0],
+            logits=lambda tokens: made.reference(kind)(torch.tensor([tokens])).logits[0],
+        )
+        return directory, plain, False
+    model = make_mtp_model(folder / "mtp", family, name, options)
+    with_head = Oracle(
+        greedy=lambda prompt: model.greedy(prompt, module.NEW),
+        logits=lambda tokens: model.hidden(tokens) @ model.output.t(),
+    )
+    return model.directory, with_head, True
+
+
+def outcome(
+    module: Any, kind: str, options: dict[str, Any], folder: Path, happened: Counter[str]
+) -> tuple[str, str]:
     """Return what came of a config, `equal`, `differs`, `not made` or `refused`, and why."""
     module.KINDS[kind] = (module.KINDS[kind][0], options)
     made = module.Models(folder)
@@ -114,27 +146,31 @@ def outcome(module: Any, kind: str, options: dict[str, Any], folder: Path) -> tu
         directory = made.directory(kind)
     except Exception as error:  # whatever a class of Transformers trips over
         return "not made", f"{type(error).__name__}: {error}"
-    rng = random.Random(len(json.dumps(options, default=str)))
-    prompts = [[rng.randrange(1, module.VOCAB) for _ in range(n)] for n in (1, 7, 24)]
-    try:
-        want = made.greedy(kind, prompts)
-    except Exception as error:  # a cache of Transformers that does not know such layers
-        return "not made", f"{type(error).__name__}: {error}"
     try:
         spec = ModelSpec.from_directory(directory)
     except ValueError as error:
         return "refused", str(error)
     if spec.num_params != made.num_params(kind):
         return "differs", f"{spec.num_params} parameters, Transformers has {made.num_params(kind)}"
-    for splits in ((), (1, 3)):
-        pipeline = ReferencePipeline.from_directory(directory, splits=made.cuts(kind, splits))
-        try:
-            got = pipeline.generate(prompts, max_new=module.NEW)
-        except ValueError as error:  # rope that changes while a request grows
-            return "refused", str(error)
-        if got != want:
-            return "differs", f"stages {splits}: {got} for {want}"
+    rng = random.Random(json.dumps(options, default=str))
+    try:  # a cache of Transformers may not know such layers
+        directory, oracle, has_head = oracle_of(module, made, kind, options, folder)
+        prompts = DrawnPrompts(directory, oracle, rng)
+    except Exception as error:
+        return "not made", f"{type(error).__name__}: {error}"
+    for stages in STAGES:
+        places = rng.sample(range(1, spec.num_layers), min(stages, spec.num_layers) - 1)
+        splits = made.cuts(kind, tuple(places))
+        why = prompts.difference(DrawnRun.draw(rng, prompts, splits=splits, has_head=has_head))
+        if why:
+            return "differs", why
+    happened.update(prompts.happened)
     return "equal", ""
+
+
+def counted(found: Counter[str]) -> str:
+    """Return counts in words, the most frequent first."""
+    return ", ".join(f"{n} {what}" for what, n in found.most_common())
 
 
 def main() -> None:
@@ -152,19 +188,26 @@ def main() -> None:
     originals = dict(module.KINDS)
     chosen = [k for k in originals if not args.kinds or any(part in k for part in args.kinds)]
     failed = False
+    configs: Counter[str] = Counter()
+    total: Counter[str] = Counter()
     for kind in chosen:
         found: Counter[str] = Counter()
+        happened: Counter[str] = Counter()
         for number in range(args.configs):
             rng = random.Random(f"{kind} {args.seed} {number}")
             name, original = originals[kind]
-            options = drawn(with_flags(name, {**module.BASE, **original}, rng), rng)
+            base = {**module.BASE, "max_position_embeddings": LONG}
+            options = drawn(with_flags(name, {**base, **original}, rng), rng)
             with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-                came, why = outcome(module, kind, options, Path(folder))
+                came, why = outcome(module, kind, options, Path(folder), happened)
             found[came] += 1
             if came == "differs" or (args.refusals and came != "equal"):
-                print(f"{kind} {number}: {came}: {why[:300]}\n  {json.dumps(options)}", flush=True)
+                print(f"{kind} {number}: {came}: {why[:900]}\n  {json.dumps(options)}", flush=True)
             failed = failed or came == "differs"
-        print(f"{kind}: {', '.join(f'{n} {came}' for came, n in found.most_common())}", flush=True)
+        total.update(happened)
+        configs.update(found)
+        print(f"{kind}: {counted(found)} ({counted(happened)})", flush=True)
+    print(f"all: {counted(configs)} ({counted(total)})")
     raise SystemExit(failed)
 
 

@@ -95,9 +95,8 @@ LATENT_CHANNELS = 64
 FEATURES: tuple[Feature, ...] = (
     _feature("latent attention (MLA)", _latents, "gpu_rounded"),
     _feature("recurrent layers", lambda spec, _: spec.recurrent is not None, "gpu_rounded"),
-    _feature("layers that share a KV cache", lambda spec, _: bool(spec.kv_sources), "quantize"),
-    _feature("layers with unlike heads", _unlike_heads, "gpu_rounded", "quantize"),
-    _feature("normalised values", lambda spec, _: spec.value_norm, "gpu_rounded", "quantize"),
+    _feature("layers with unlike heads", _unlike_heads, "gpu_rounded"),
+    _feature("normalised values", lambda spec, _: spec.value_norm, "gpu_rounded"),
     _feature("inputs of every layer's own", lambda s, _: s.per_layer_dim > 0, "gpu_rounded"),
     _feature("numbers that layers are scaled by", lambda s, _: s.layer_scalar, "gpu_rounded"),
     _feature("experts beside an MLP", lambda s, _: s.mixture_beside, "gpu_rounded"),

@@ -107,7 +107,16 @@ def from_compressed_tensors(
 def pack_quantized(
     bits: int, codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return compressed-tensors "pack-quantized" tensors of codes, scales and zeros."""
+    """Return compressed-tensors "pack-quantized" tensors of codes, scales and zeros.
+
+    `ValueError` for rows so short that their words are as many as those of codes of more bits.
+    """
+    k = codes_NK.shape[1]
+    if -(-k * bits // 32) * 32 // k != bits:
+        raise ValueError(
+            f"rows of {k} channels are too short for codes of {bits} bits in compressed-tensors' "
+            "form, expected at least 32; give the layer 4 or 8 bits"
+        )
     packed = {
         "weight_packed": pack_stream(codes_NK, bits),
         "weight_scale": scale_NG.contiguous(),

@@ -111,6 +111,7 @@ def _mamba2(config: Config) -> Recurrent:
 
 def _mixture(config: Config, kinds: list[str], ffn: int) -> dict[str, Any]:
     found = counts(config, "n_routed_experts", "num_local_experts")
+    expect(config, "mlp_bias", False, default=False)  # of all matrices but the experts'
     expect(config, "n_shared_experts", 1, default=1)
     number_of, kept = groups(config, found["experts"])
     dense = tuple(i for i, kind in enumerate(kinds) if kind == "mlp")

@@ -22,7 +22,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.fresh_attention import FreshAttention
 from llmpq.runtime.models.layer_tensors import LayerTensors
-from llmpq.runtime.models.layers import DecoderLayer
+from llmpq.runtime.models.layers import Attention, DecoderLayer
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
@@ -151,11 +151,14 @@ FRESH = FreshAttention()
 
 
 def linears(layer: DecoderLayer) -> dict[str, Linear]:
-    """Return a layer's linears by part name: qkv, o, gate_up or up, down, experts.0.down."""
+    """Return a layer's linears by part name: qkv, qk or q, o, gate_up or up, experts.0.down, ..."""
     found = {}
     for path, part in layer.named_modules():
         if isinstance(part, Linear):
-            name = path.partition(".")[2]
+            before, _, last = path.rpartition(".")
+            owner = layer.get_submodule(before)
+            called = owner.called if isinstance(owner, Attention) and last == "qkv" else last
+            name = f"{before}.{called}".partition(".")[2]
             found[name.removeprefix("attention.").removeprefix("recurrent.")] = part
     return found
 

@@ -105,14 +105,14 @@ class MtpDrafts:
     ) -> _Waiting | None:
         """Add a row's hidden states and tokens to what waits; None if the head missed some."""
         paged, slot, start = message.paged[row], message.slots[row], message.starts[row]
+        if paged.drafts_wanted < 0:  # a step of such rows alone has no tokens
+            self._waiting.pop(slot, None)
+            return None
         tokens, valid = message.tokens[row], len(hidden_Qh)
         behind = list(tokens[1:])
         if paged.samples:
             valid -= len(paged.drafts) + 1 - len(new)
             behind = [*tokens[1:valid], new[-1]]
-        if paged.drafts_wanted < 0:
-            self._waiting.pop(slot, None)
-            return None
         if start == 0 or paged.resumes:
             self._waiting[slot] = _Waiting(start, hidden_Qh[:0], [])
         took = self._waiting.get(slot)

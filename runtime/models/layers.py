@@ -59,7 +59,8 @@ class Attention(nn.Module):
     ) -> None:
         """`sharing`: whose keys and values it attends to, where they are not its own alone."""
         super().__init__()
-        self.qkv = qkv
+        self.qkv, self.called = qkv, spec.attention_input
+        """What makes queries, and what that is called: keys and values may be made, too."""
         self.o = o
         self.q_norm = q_norm
         self.k_norm = k_norm

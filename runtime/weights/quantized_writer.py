@@ -1,14 +1,16 @@
 """Writes a quantised model directory, one file a layer, so that an interrupted run resumes.
 
 Layers that compressed-tensors can express (3-, 4- and 8-bit weights; w8a8) are written in its form
-under their Hugging Face names and load in Transformers, but for families whose own modules there
-compressed-tensors does not reach (Granite 4's mixtures, Kimi Linear); Atom layers are written as
+under their Hugging Face names and load in Transformers, but for models whose experts are one tensor
+there, of which it reads no codes (the mixtures of Granite 4 and Gemma 4), and Kimi Linear, whose
+convolutions it does not find beside codes. Atom layers are written as
 `quantized_checkpoint.py` describes. Embedding, head and the tokenizer's files go along.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from llmpq.kernels.weights.interchange import pack_quantized
 from llmpq.kernels.weights.weight import Weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.models.part_shapes import embedding_shapes, head_shapes
 from llmpq.runtime.weights.atomic_write import write_bytes, write_tensors, write_text
 from llmpq.runtime.weights.quantized_checkpoint import ATOM_ROOT, SCHEMES
 from llmpq.runtime.weights.sources import INDEX, ROW, TRANSPOSED, CheckpointSource
@@ -41,6 +44,10 @@ COPIED = (
 )
 
 
+LOOKED_UP = ("tokens.", "positions.", "per_layer.")
+"""Parts of an embedding of which rows are taken: none that a matrix is multiplied with."""
+
+
 def layer_file(index: int) -> str:
     """Return the file name of a layer."""
     return f"model-layer-{index:04}.safetensors"
@@ -53,7 +60,7 @@ class CheckpointWriter:
         self.directory = directory
         self.spec = spec
         self._source = source
-        self._names = FAMILIES[spec.family].names.with_experts_apart()
+        self._names = source.names.with_experts_apart()
 
     def write_layer(
         self, index: int, parts: Mapping[str, Tensor | Weight], dtype: torch.dtype
@@ -110,9 +117,10 @@ class CheckpointWriter:
         names = [self._source.root + name for name in found]
         stems = [name.removesuffix(TRANSPOSED).removesuffix(".weight") for name in names]
         if isinstance(weight, Tensor):
-            return _under_own_names(names, self._apart(part, weight.to(dtype), len(names)))
+            dense = _under_own_names(names, self._apart(index, part, weight.to(dtype), len(names)))
+            return {name: self._shaped(name, tensor) for name, tensor in dense.items()}
         rows = {
-            kind: self._apart(part, whole, len(stems))
+            kind: self._apart(index, part, whole, len(stems))
             for kind, whole in weight.stored_rows(dtype).items()
         }
         tensors: dict[str, Tensor] = {}
@@ -122,7 +130,14 @@ class CheckpointWriter:
             tensors |= {f"{stem}.{kind}": tensor for kind, tensor in packed.items()}
         return tensors
 
-    def _apart(self, part: str, whole: Tensor, pieces: int) -> tuple[Tensor, ...]:
+    def _shaped(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a dense tensor in the shape that the checkpoint has it in."""
+        if name not in self._source.file_of or is_gguf(self._source.where):
+            return tensor
+        shape = self._source.read(name).shape
+        return tensor.view(shape) if shape.numel() == tensor.numel() else tensor
+
+    def _apart(self, index: int, part: str, whole: Tensor, pieces: int) -> tuple[Tensor, ...]:
         """Return the rows of each checkpoint tensor, in the checkpoint's order."""
         arrange = self._names.arranged(part)
         if arrange.offset:
@@ -133,10 +148,13 @@ class CheckpointWriter:
             order = arrange.rows(torch.arange(whole.shape[0])[:, None], self.spec)[:, 0]
             whole = whole[order.argsort()]
         sizes = [whole.shape[0] // pieces] * pieces
+        own = self.spec.of_layer(index)
+        kv = own.kv_heads * own.head_dim
         if pieces > 2 and part.startswith("qkv."):  # q, k, v, and a gate as large as q
-            kv = self.spec.kv_heads * self.spec.head_dim
             q = (whole.shape[0] - 2 * kv) // (pieces - 2)
             sizes = [q, kv, kv, q][:pieces]
+        elif part.startswith("qk."):  # keys that are values, too
+            sizes = [whole.shape[0] - kv, kv]
         if self.spec.recurrent is not None:
             sizes = list(self.spec.recurrent.rows_of_pieces(part, pieces) or sizes)
         return tuple(rows.contiguous() for rows in whole.split(sizes))
@@ -212,10 +230,24 @@ def compressed_config(
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "ignore": ["lm_head", *names.never_quantised(spec)],
+        "ignore": ["lm_head", *_ends_of(spec), *names.never_quantised(spec)],
         "kv_cache_scheme": kv_cache_scheme(spec, kv),
         "config_groups": groups,
     }
+
+
+def _ends_of(spec: ModelSpec) -> list[str]:
+    """Return patterns of matrices in front of the layers or behind them, which stay whole."""
+    names = FAMILIES[spec.family].names
+    ends = ((embedding_shapes(spec), names.embedding), (head_shapes(spec), names.head))
+    found = {
+        name.removesuffix(".weight")
+        for shapes, table in ends
+        for part, shape in shapes.items()
+        if len(shape) > 1 and not part.startswith(LOOKED_UP)
+        for name in table.get(part, ())
+    }
+    return [rf"re:.*{re.escape(name)}$" for name in sorted(found)]
 
 
 def kv_cache_scheme(spec: ModelSpec, kv: KVPrecision) -> dict[str, Any] | None:

@@ -229,6 +229,22 @@ def test_packed_caches_draft_too(either: MtpModel, jobs: Any, make_plan: Any, kv
     assert drafter.acceptance.verifies > 0
 
 
+@pytest.mark.parametrize("splits", [(), (2,), (1, 3)])
+def test_requests_that_are_not_drafted_for_run_beside_and_alone(
+    either: MtpModel, jobs: Any, make_plan: Any, splits: Any
+) -> None:
+    """A step of such rows alone sends no tokens to the stages behind the first."""
+    prompts, expected = jobs
+    stages = opened(either, make_plan, splits)
+    for plain in ({0, 1, 2, 3}, {1, 3}):
+        given = requests(prompts)
+        for i in plain:
+            given[i].may_draft = False
+        drafter = FixedDrafter("mtp", 2)
+        assert stages.run(Scheduler(limits(stages), drafter=drafter), given).tokens == expected
+        assert (drafter.acceptance.verifies > 0) == (len(plain) < len(prompts))
+
+
 def test_sampled_tokens_do_not_depend_on_the_number_of_stages(
     either: MtpModel, jobs: Any, make_plan: Any
 ) -> None:
