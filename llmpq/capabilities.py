@@ -7,10 +7,11 @@ that only longer requests change) does not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from llmpq.devices.device_spec import DeviceSpec
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.kv_format import padded_head_dim
@@ -177,6 +178,27 @@ def lacking_sentence(
                 f"run with {EXECUTION_MODES[mode]} yet; {REMEDY[mode]}. See `llmpq-algo models`"
             )
     return None
+
+
+def without_tensor_cores(kinds: Iterable[tuple[str, DeviceSpec]]) -> list[str]:
+    """Return the kinds of GPUs whose tensor cores our kernels do not drive, by kind and spec."""
+    old = [kind for kind, spec in kinds if not spec.is_cpu and not spec.drives_tensor_cores]
+    return list(dict.fromkeys(old))
+
+
+def packed_kv_sentence(kinds: Iterable[tuple[str, DeviceSpec]]) -> str | None:
+    """Return that GPUs read no cache of fewer than 16 bits, and what to do; None where all do."""
+    old = without_tensor_cores(kinds)
+    return packed_kv_refusal(old) if old else None
+
+
+def packed_kv_refusal(names: Sequence[str]) -> str:
+    """Return that these GPUs read no cache of fewer than 16 bits, and what to do."""
+    return (
+        "llmpq has no kernels for a KV cache of 8, 4 or 2 bits on GPUs before Ampere "
+        f"({', '.join(names)}): plan with --kv 16, or leave "
+        f"{'it' if len(names) == 1 else 'them'} out"
+    )
 
 
 REMEDY: dict[ExecutionMode, str] = {

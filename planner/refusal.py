@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.capabilities import execution_modes, lacks
+from llmpq.capabilities import execution_modes, lacks, packed_kv_sentence
 from llmpq.cluster import Cluster, Device, DeviceGroup
 from llmpq.devices.device_spec import known_kind
 from llmpq.errors import DoesNotFitError
@@ -109,6 +109,8 @@ def runs_packed_kv(p: Problem) -> bool:
         drafts=False,
         dtype=p.workload.dtype,
     )
+    if packed_kv_sentence((d.kind, d.spec) for d in p.cluster.devices) is not None:
+        return False
     return not any(lacks(p.spec, m, max_len=p.workload.max_len) for m in modes if m != "gpu")
 
 

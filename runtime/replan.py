@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmpq.capabilities import packed_kv_sentence
 from llmpq.checkpoints.gguf_file import is_gguf, is_model
 from llmpq.checkpoints.quantization_config import quantization_of
 from llmpq.checkpoints.stored_codes import stored_codes
@@ -182,7 +183,9 @@ class Replanner:
         floor, work = self._options.min_quality, self._job
         most = max(precision.weight_bits for precision in self._first.precisions)
         bits = [p for p in _WEIGHTS if floor <= p.weight_bits <= most]
-        kvs = [kv for kv in _KVS[_KVS.index(work.kv) :] if kv is work.kv or kv.bits >= floor]
+        fewer = packed_kv_sentence((d.kind, d.spec) for d in remaining.cluster.devices) is None
+        allowed = [kv for kv in _KVS[_KVS.index(work.kv) :] if fewer and kv.bits >= floor]
+        kvs = list(dict.fromkeys([work.kv, *allowed]))
         names = {(was.node, was.index): name for name, was in remaining.devices.items()}
         search = PlanSearch(
             bits=None if self._is_stored else bits,

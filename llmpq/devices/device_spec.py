@@ -19,6 +19,10 @@ from llmpq.units import Size, format_size
 GIB = 2**30
 OLDEST_BFLOAT16 = (8, 0)
 """Oldest CUDA compute capability with bfloat16."""
+OLDEST_TRITON = (7, 0)
+"""Oldest on which our kernels dequantise (kernels/kernel_table.py); on older ones torch does."""
+OLDEST_TENSOR_CORES = (8, 0)
+"""Oldest whose tensor cores our kernels drive (kernels/kernel_table.py)."""
 MAX_RATE = 1e6
 """Bandwidths in GB/s and rates in 1e12 per second: beyond it a number is a slip."""
 
@@ -72,6 +76,20 @@ class DeviceSpec(FileForm):
     def has_bfloat16(self) -> bool:
         """Whether the device computes in bfloat16: of NVIDIA's GPUs, those from Ampere on."""
         return self.capability is None or _version(self.capability) >= OLDEST_BFLOAT16
+
+    @property
+    def drives_tensor_cores(self) -> bool:
+        """Whether our kernels drive its tensor cores: of NVIDIA's GPUs, from Ampere on.
+
+        On older ones a weight of few bits is made dense for every product, experts run one by one,
+        and attention multiplies in float32.
+        """
+        return self.capability is None or _version(self.capability) >= OLDEST_TENSOR_CORES
+
+    @property
+    def dequantises_by_kernels(self) -> bool:
+        """Whether our kernels make weights dense, in one pass: of NVIDIA's GPUs, from Volta on."""
+        return self.capability is None or _version(self.capability) >= OLDEST_TRITON
 
     def default_reserve(self, memory_bytes: int) -> int:
         """Return the bytes of its memory that a plan leaves free by default."""

@@ -147,6 +147,7 @@ def _group(
     devices: Sequence[Device], shares: tuple[int, ...], link: Link, spec: ModelSpec
 ) -> Device:
     first = devices[0]
+    oldest = next((one for one in devices if not one.spec.drives_tensor_cores), first)
     if link.gbps >= PEER_GBPS:
         link = link.model_copy(update={"latency_us": min(link.latency_us, PEER_SUM_US)})
     parts = [_parts(member.own) for member in members_of(spec, shares)]
@@ -170,7 +171,7 @@ def _group(
         profile_kind=f"{measured}, {link.gbps:g} Gb/s, {link.latency_us:g} us",
         node=first.node,
         index=first.index,
-        spec=first.spec.model_copy(update=of_spec),
+        spec=oldest.spec.model_copy(update=of_spec),
         memory_bytes=memory,
         reserve_bytes=0,
         threads=None,

@@ -11,6 +11,7 @@ of them, prompts included.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Self
@@ -22,6 +23,7 @@ from llmpq.planner.evaluate.objective import PhaseTimes, sum_omega
 from llmpq.planner.evaluate.simulator import reported_time
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
 from llmpq.units import shown, shown_loss
 from llmpq.workload import Workload
 
@@ -29,6 +31,8 @@ GAP = 0.01
 """Relative gap to which an alternative is solved."""
 LONGEST_S = 2.0
 """Seconds it may take."""
+PROVEN_GAP = TOPOLOGY_GAP * 1.01
+"""Share that a plan may be better by, up to which it is said to be proven the best."""
 SAME = 1e-6
 """Relative difference below which two sums of omega are taken as equal."""
 
@@ -98,6 +102,13 @@ def _line(
         f"quality loss {shown_loss(rated.omega)} instead of {shown_loss(own.omega)}",
         rated,
     )
+
+
+def not_used(devices: Sequence[str], gap: float | None) -> list[str]:
+    """Return which devices a plan leaves out, a line if any, and why as far as `gap` proves it."""
+    proven = gap is not None and gap <= PROVEN_GAP
+    why = "faster without" if proven else "nothing faster with them was found"
+    return [f"left out, {why}: {', '.join(devices)}"] if devices else []
 
 
 def left_out_lines(best: Answer, options: SolveOptions) -> list[str]:

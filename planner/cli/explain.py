@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from llmpq.planner.cli.alternatives import not_used
 from llmpq.planner.evaluate.fits import spare_bytes
 from llmpq.planner.evaluate.objective import stage_times, value
 from llmpq.planner.problem.outcome import Assignment, Outcome, Unfinished
@@ -13,8 +14,11 @@ from llmpq.planner.solving.worker import plan_in_child
 from llmpq.units import format_size
 
 
-def explain_plan(p: Problem, a: Assignment, names: list[str]) -> list[str]:
-    """Return sentences: who bounds each phase, who waits how long, what limits the choice."""
+def explain_plan(p: Problem, a: Assignment, names: list[str], gap: float | None = 0.0) -> list[str]:
+    """Return sentences: who bounds each phase, who waits how long, what limits the choice.
+
+    `gap`: how far the plan may be from the best.
+    """
     times = stage_times(p, a)
     mp, md = p.counts(a.prefill_microbatch, a.decode_microbatch)
     count = len(names)
@@ -46,9 +50,7 @@ def explain_plan(p: Problem, a: Assignment, names: list[str]) -> list[str]:
                 lines.append(f"{name} waits {waits:.0%} of decode for {whom}")
     lines += _memory_lines(p, a, names)
     unused = [d.name for d in p.cluster.devices if d.name not in names]
-    if unused:
-        lines.append(f"left out, faster without: {', '.join(unused)}")
-    return lines
+    return lines + not_used(unused, gap)
 
 
 def _prefill_line(

@@ -648,7 +648,7 @@ def _why(best: Answer, options: SolveOptions, *, whole: bool) -> list[str]:
     )
 
     names = [stage.device for stage in best.plan.stages]
-    lines = explain_plan(best.problem, best.outcome.assignment, names)
+    lines = explain_plan(best.problem, best.outcome.assignment, names, best.outcome.gap)
     if whole:
         lines += left_out_lines(best, options)
         p, outcome = best.problem, best.outcome

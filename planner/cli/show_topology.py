@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from llmpq.plan import Plan
 from llmpq.planner.answer import TIE, Answer, TopologyAnswer
-from llmpq.planner.cli.alternatives import Speed
+from llmpq.planner.cli.alternatives import PROVEN_GAP, Speed, not_used
 from llmpq.planner.cli.report import bits_text, loss_lines, warnings_of
 from llmpq.planner.solving.plan_search import CUT
 from llmpq.planner.solving.topology_search import GROUP_GAIN, TOPOLOGY_GAP
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
     from llmpq.cluster import Device
     from llmpq.planner.solving.topologies import Simple
-
-PROVEN_GAP = TOPOLOGY_GAP * 1.01
-"""Share that a topology may be better by, up to which it is said to be proven the best."""
 
 
 def topology_lines(
@@ -126,8 +123,9 @@ def _gap(found: TopologyAnswer) -> float:
 def _left_out(best: Answer, found: TopologyAnswer | None) -> list[str]:
     used = {place.device for place in best.plan.places}
     whole = best if found is None else found.pipeline
+    gap = best.outcome.gap if found is None else _gap(found)
     unused = [d.name for d in whole.problem.cluster.devices if _unused_of(d, used)]
-    return [f"left out, faster without: {', '.join(unused)}"] if unused else []
+    return not_used(unused, gap)
 
 
 def _unused_of(device: Device, used: set[str]) -> bool:
@@ -138,8 +136,7 @@ def _unused_of(device: Device, used: set[str]) -> bool:
 def _unused(found: TopologyAnswer, topology: Topology, gap: float) -> list[str]:
     used = {place.device for place in topology.places}
     unused = [d.name for d in found.pipeline.problem.cluster.devices if _unused_of(d, used)]
-    why = "faster without" if gap <= PROVEN_GAP else "nothing faster with them was found"
-    return [f"left out, {why}: {', '.join(unused)}"] if unused else []
+    return not_used(unused, gap)
 
 
 def print_topology(

@@ -198,7 +198,7 @@ def traffic_lines(
 
 def _of_a_steady_state(best: Valued, traffic: NamedTraffic) -> str:
     """Return what is known of the highest rate where the time was too short for a simulation."""
-    served, limits = best.served, limits_in_words(traffic.limits)
+    served, limits = best.rate.measures, limits_in_words(traffic.limits)
     kept = f", with {served.attained:.0%} of {served.requests} requests within {limits}"
     return (
         "highest rate: not found before --time-limit ended the search; in a steady state "

@@ -17,6 +17,11 @@ Layers with a window read the keys in sight only: an entry says the model's wind
 A layer with E experts of which each token takes k reads those that its tokens are expected to hit,
 E (1 - (1 - k/E)^tokens): a polyline in the tokens beside the terms. A token is taken to choose its
 experts by itself and evenly.
+
+GPUs whose tensor cores our kernels do not drive (before Ampere) make a weight of few bits dense for
+every product: its 16 bits are written and read beside the packed bytes (before Volta torch's
+operators pass over it several times), so that fewer bits save memory and no time. Their attention
+multiplies prompts at the float32 rate, and experts run one by one, enqueued by the host.
 """
 
 from __future__ import annotations
@@ -47,6 +52,12 @@ CPU_FLOOR_S = 100e-6
 ENQUEUE_S = 0.6e-3
 """Least time of a layer of a GPU's step that no graph holds: its host enqueues kernel by kernel
 (0.61 ms at best on an H200's host, launch_s in benchmarks/data/h200-llama-3.1-8b.costs.json)."""
+EXPERT_ENQUEUE_S = ENQUEUE_S / 2
+"""The same of an expert that runs by itself: two products and what stands around them, of the
+some ten launches of a layer. Not measured."""
+TORCH_DEQUANTISES = 30
+"""Bytes of a weight that torch's operators move to make it dense, beside its codes and its 16 bits:
+bytes for nibbles and for their order, then float32 (counted in weights/quantized_weight.py)."""
 KNOT_ERROR = 0.005
 """Share by which the polyline of the experts hit may stay below the curve, which is concave."""
 DEQUANT_SLOWDOWN = 1.1
@@ -73,8 +84,12 @@ def estimate_costs(
             stored = as_group_128(quantization, precision, device.spec)
             given: dict[str, Any] = {"device": device, "precision": precision, "dtype": dtype}
             given["quantization"] = stored
-            entries.append(mean_of_layers(spec, partial(_prefill, **given)))
-            entries += [mean_of_layers(spec, partial(_decode, kv=kv, **given)) for kv in kvs]
+            found = [mean_of_layers(spec, partial(_prefill, **given))]
+            found += [mean_of_layers(spec, partial(_decode, kv=kv, **given)) for kv in kvs]
+            enqueued = _enqueued(spec, device)
+            entries += [
+                one.model_copy(update={"regimes": (*one.regimes, *enqueued)}) for one in found
+            ]
         entries += _ends(spec, device, dtype, quantization)
     return CostModel(model=spec.name, model_fingerprint=spec.fingerprint(), entries=tuple(entries))
 
@@ -105,9 +120,27 @@ def _mean_regime(regimes: Sequence[Regime], shares: Sequence[float]) -> Regime:
     return Regime(terms=terms, curve=tuple(curve))
 
 
+def _enqueued(spec: ModelSpec, device: Device) -> tuple[Regime, ...]:
+    """Return what the host takes for a layer, the mean of all, where experts run one by one: each
+    waits for the device to know its tokens, so no graph holds such steps."""
+    if not spec.experts or device.spec.is_cpu or device.spec.drives_tensor_cores:
+        return ()
+    mixtures = sum(spec.of_layer(index).experts > 0 for index in range(spec.num_layers))
+    each_s = EXPERT_ENQUEUE_S * mixtures / spec.num_layers
+    knots = _hit_knots(spec.experts, spec.experts_per_token)
+    curve = tuple((tokens, hit * each_s) for tokens, hit in knots)
+    return (Regime(terms={"1": ENQUEUE_S}, curve=curve),)
+
+
 def state_bytes_moved(spec: ModelSpec, width: int) -> float:
     """Return the bytes of a request's state on a layer like `spec`'s, read and written."""
     return 2.0 * spec.recurrent.state_bytes(width) if spec.recurrent and spec.has_state(0) else 0.0
+
+
+def makes_dense(device: Device, precision: Precision) -> bool:
+    """Whether a product on a device first makes its weight dense, however few its rows are."""
+    packed = precision.weight_bits < 16 and precision.activation_bits == 16
+    return packed and not device.spec.is_cpu and not device.spec.drives_tensor_cores
 
 
 def attention_flops(spec: ModelSpec) -> float:
@@ -183,14 +216,24 @@ def _hit_knots(experts: int, per_token: int) -> tuple[tuple[float, float], ...]:
 
 
 def _weight_reads(
-    spec: ModelSpec, precision: Precision, dtype: Dtype, quantization: Quantization
+    spec: ModelSpec, device: Device, precision: Precision, dtype: Dtype, quantization: Quantization
 ) -> tuple[float, tuple[tuple[float, float], ...]]:
-    """Return the bytes every pass reads, and those of the experts by the number of tokens."""
+    """Return the bytes every pass moves, and those of the experts by the number of tokens.
+
+    A weight that is made dense is written and read beside its packed bytes.
+    """
     width = DTYPE_BYTES[dtype]
+    copies = 0
+    if makes_dense(device, precision):
+        copies = 2 * width + (0 if device.spec.dequantises_by_kernels else TORCH_DEQUANTISES)
+    linears = spec.linears()
     weights = layer_weight_bytes(spec, precision, quantization, width)
+    weights += copies * sum(one.num_weights for one in linears)
     if not spec.experts:
         return float(weights), ()
     expert = expert_weight_bytes(spec, precision, quantization, width)
+    own = sum(one.num_weights for one in linears if one.name.startswith("experts.0."))
+    expert += copies * own
     knots = _hit_knots(spec.experts, spec.experts_per_token)
     return float(weights - spec.experts * expert), tuple((v, hit * expert) for v, hit in knots)
 
@@ -199,7 +242,7 @@ def _prefill(
     spec: ModelSpec, device: Device, precision: Precision, dtype: Dtype, quantization: Quantization
 ) -> LatencyEntry:
     width = DTYPE_BYTES[dtype]
-    weights, experts = _weight_reads(spec, precision, dtype, quantization)
+    weights, experts = _weight_reads(spec, device, precision, dtype, quantization)
     activations = 12.0 * spec.hidden * width
     attention = attention_flops(spec)
     floor, rate, speed = (
@@ -207,7 +250,8 @@ def _prefill(
         rate_flops(device, precision, dtype),
         bandwidth(device),
     )
-    plain = rate_flops(device, Precision.W16A16, dtype)
+    by_tensor_cores = device.spec.is_cpu or device.spec.drives_tensor_cores
+    plain = rate_flops(device, Precision.W16A16, dtype if by_tensor_cores else "float32")
     memory = Regime(
         terms={"1": floor + weights / speed, "v*s": activations / speed},
         curve=_over(experts, speed),
@@ -242,7 +286,7 @@ def _decode(
     quantization: Quantization,
 ) -> LatencyEntry:
     width = DTYPE_BYTES[dtype]
-    weights, experts = _weight_reads(spec, precision, dtype, quantization)
+    weights, experts = _weight_reads(spec, device, precision, dtype, quantization)
     kv_token = kv_token_bytes(spec, kv, width)
     floor, rate, speed = (
         _floor(device.spec),

@@ -13,7 +13,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
-from llmpq.capabilities import execution_modes, lacking_sentence
+from llmpq.capabilities import (
+    execution_modes,
+    lacking_sentence,
+    packed_kv_sentence,
+    without_tensor_cores,
+)
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.gguf_tokenizer import require_tokenizer
 from llmpq.cluster import Cluster
@@ -282,8 +287,23 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
         drafts=False,
         dtype=workload.dtype,
     )
-    lacking = lacking_sentence(spec, ways, max_len=workload.max_len)
-    return notes + ([f"warning: {lacking}"] if lacking is not None else [])
+    kinds = [(device.kind, device.spec) for device in cluster.devices]
+    lacking = [lacking_sentence(spec, ways, max_len=workload.max_len)]
+    if workload.kv is not KVPrecision.KV16:
+        lacking.append(packed_kv_sentence(kinds))
+    notes += [f"warning: {sentence}" for sentence in lacking if sentence is not None]
+    old = without_tensor_cores(kinds)
+    return notes + ([_dense_note(old, spec)] if old else [])
+
+
+def _dense_note(kinds: Sequence[str], spec: ModelSpec) -> str:
+    """Say what few bits and experts cost on GPUs whose tensor cores our kernels do not drive."""
+    more = ", and experts run one by one" if spec.experts else ""
+    return (
+        f"{', '.join(kinds)}: llmpq-dist makes weights of few bits dense for every product on GPUs "
+        f"before Ampere, so that they save memory and no time there{more}; times are of that, "
+        "those of other engines may be shorter"
+    )
 
 
 def _left_to_the_class(path: str | None, spec: ModelSpec) -> list[str]:

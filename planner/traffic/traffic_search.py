@@ -259,7 +259,7 @@ def _searched(
         best_ways = sorted(valued, key=search.worth, reverse=True)[:MOST_BOUGHT]
         bought = [new for one in best_ways for new in _bought_back(search, one)]
         compared = max([compared, *bought], key=lambda one: (search.worth(one), -len(one.engines)))
-    best = _of_all(search, compared) if simulated else compared
+    best = _of_all(search, compared) if simulated else _at_given_rate(search, compared)
     return TrafficAnswer(
         best=best,
         compared=compared,
@@ -466,6 +466,15 @@ def _of_all(search: _Search, best: Valued) -> Valued:
     if traffic.rate_per_s is not None:
         served = measured_at(models, every, traffic.limits)
     return replace(best, rate=rate, served=served)
+
+
+def _at_given_rate(search: _Search, best: Valued) -> Valued:
+    """Simulate engines that are known by their steady state at the rate given, if one is."""
+    traffic = search.traffic
+    if traffic.rate_per_s is None:
+        return best
+    models = [one.model for one in best.engines]
+    return replace(best, served=measured_at(models, traffic.arrivals, traffic.limits))
 
 
 def _plan_file(

@@ -9,7 +9,7 @@ from functools import reduce
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llmpq.capabilities import execution_modes, lacking_sentence
+from llmpq.capabilities import execution_modes, lacking_sentence, packed_kv_sentence
 from llmpq.cluster import Cluster, Device
 from llmpq.commands.output_paths import check_files
 from llmpq.cost_model import CostModel
@@ -102,6 +102,8 @@ def make_job(
     for precision in kv if on_gpu else ():
         ways = execution_modes(gpu=True, kv=precision, drafts=False, dtype=dtype)
         lacking = lacking_sentence(spec, ways, max_len=1)
+        if lacking is None and precision is not KVPrecision.KV16:
+            lacking = packed_kv_sentence((d.kind, d.spec) for d in devices)
         if lacking is not None:
             raise ValueError(lacking)
     return ProfileJob(

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
-from llmpq.capabilities import execution_modes, require
+from llmpq.capabilities import execution_modes, packed_kv_refusal, require
 from llmpq.errors import DoesNotFitError
+from llmpq.kernels.kernel_table import TENSOR_CORES
+from llmpq.kernels.multiprocessors import older_than
 from llmpq.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
 from llmpq.plan import Plan, Worker
@@ -69,6 +71,7 @@ def build_stage(
         dtype=plan.workload.dtype,
     )
     require(spec, ways, max_len=longest)
+    _require_kv(plan.workload.kv, device)
     started_s = time.perf_counter()
     with _blaming_memory(plan, index):
         model = _load_model(plan, index, whole, source, device, on_layer, split, held)
@@ -98,6 +101,12 @@ def build_stage(
     )
     check_memory(plan, index, own, report, pool)
     return compute, report
+
+
+def _require_kv(kv: KVPrecision, device: torch.device) -> None:
+    """Raise `ValueError` for a packed KV cache on a GPU whose registers its kernels do not know."""
+    if kv is not KVPrecision.KV16 and older_than(device, TENSOR_CORES):
+        raise ValueError(packed_kv_refusal([torch.cuda.get_device_name(device)]))
 
 
 def stage_over_pool(

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from llmpq.capabilities import execution_modes, require
+from llmpq.capabilities import execution_modes, packed_kv_sentence, require
 from llmpq.cost_model import CostModel
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
@@ -77,6 +77,12 @@ def _require_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> None:
         gpu = not all(stage.is_cpu for stage in plan.stages)
         ways = execution_modes(gpu=gpu, kv=kv, drafts=False, dtype=work.dtype)
         require(spec, ways, max_len=min(work.max_len, spec.max_positions))
+        if kv is not KVPrecision.KV16:
+            known = device_specs()
+            kinds = {place.kind for place in plan.places} & known.keys()
+            lacking = packed_kv_sentence((kind, known[kind]) for kind in sorted(kinds))
+            if lacking is not None:
+                raise ValueError(lacking)
 
 
 def _with_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> Plan:

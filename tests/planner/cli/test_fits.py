@@ -189,6 +189,23 @@ def test_only_caches_that_the_devices_run_are_listed_or_named(fits: Any) -> None
     assert "(--kv" not in fits(f"{job} --batch 8")[2]
 
 
+def test_a_cache_of_fewer_bits_is_named_only_where_every_gpu_reads_it(fits: Any) -> None:
+    """Before Ampere the kernels' registers are not those of tensor cores: answers were wrong."""
+    for devices, kvs in (
+        ("v100", {"kv16"}),
+        ("3090", {"kv16", "kv8", "kv4"}),
+        ("3090,t4", {"kv16"}),
+    ):
+        _, report, _ = fits(f"--devices {devices} --model qwen3-8b")
+        assert {row["kv"] for row in report["forms"]} == kvs
+        dense = [note for note in report["notes"] if "dense for every product" in note]
+        assert bool(dense) == (devices != "3090")
+    code, report, _ = fits("--devices t4 --model qwen3-14b --context 40k --bits 4 --batch 8")
+    assert code == 5 and not any("--kv" in way for way in report["remedies"])
+    _, report, _ = fits("--devices 3090,t4 --model qwen3-8b --kv 8")
+    assert any("before Ampere (T4): plan with --kv 16" in note for note in report["notes"])
+
+
 def test_a_cache_of_fewer_bits_that_holds_fewer_tokens_is_explained(fits: Any) -> None:
     _, windows, _ = fits("--devices 4090 --model gpt-oss-20b --batch 8 --context 16k")
     assert any("layers with a window keep all tokens" in note for note in windows["notes"])

@@ -13,7 +13,12 @@ from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.costs.cost_book import mean_decode_s
-from llmpq.planner.costs.roofline import estimate_costs
+from llmpq.planner.costs.roofline import (
+    ENQUEUE_S,
+    EXPERT_ENQUEUE_S,
+    estimate_costs,
+    experts_hit,
+)
 from llmpq.planner.costs.stage_memory import DENSE, MIXED, PACKED
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.problem import Problem
@@ -142,10 +147,51 @@ def test_estimate_orders_devices_bits_and_lengths_sensibly() -> None:
         return entry.seconds(v=v, length=512)
 
     decode, prefill = Phase.DECODE, Phase.PREFILL
-    assert seconds("T4", decode, "w4a16") < seconds("T4", decode, "w16a16")
+    assert seconds("T4", decode, "w4a16") > seconds("T4", decode, "w16a16"), "made dense first"
     assert seconds("T4", prefill, "w4a16", v=8) > seconds("T4", prefill, "w16a16", v=8)
     assert seconds("V100-32GB", decode, "w16a16") < seconds("T4", decode, "w16a16")
     assert seconds("T4", decode, "w4a16", "kv8", 8) < seconds("T4", decode, "w4a16", "kv16", 8)
+
+
+LAYER = 4 * 2048**2 + 2 * 2048 * 8192
+"""Weights of a layer of opt-1.3b."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "gbps", "moved"),
+    [("T4", 320 * 0.65, 4), ("V100-32GB", 900 * 0.55, 4), ("P40", 346 * 0.7, 34),
+     ("RTX-3090", 936 * 0.7, 0)],
+)  # fmt: skip
+def test_older_cards_make_weights_dense_for_every_product(
+    kind: str, gbps: float, moved: int
+) -> None:
+    """Beside the packed bytes: 2 bytes written, 2 read; by torch's operators some thirty more."""
+    p = _problem(f"--device-names {kind} --device-numbers 1 --model opt-1.3b --global_bz 1 --s 8")
+    found = [
+        p.costs.estimate.find(kind, phase=Phase.DECODE, precision=precision, dtype=p.workload.dtype)
+        for precision in (Precision.W16A16, Precision.W4A16)
+    ]
+    dense, four = (entry.regimes[0].terms["1"] for entry in found if entry is not None)
+    packed = 4.25 / 8  # scales and zeros of 128 weights are 4 bytes
+    expected = LAYER * (packed + moved - 2) / (gbps * 1e9)
+    assert four - dense == pytest.approx(expected, rel=0.01)
+
+
+def test_experts_run_one_by_one_on_older_cards() -> None:
+    """As many are enqueued by the host as 8 tokens are expected to be sent to."""
+
+    def seconds(kind: str) -> float:
+        words = f"--device-names {kind} --device-numbers 2 --model qwen3-30b-a3b --global_bz 8"
+        p = _problem(words)
+        entry = p.costs.estimate.find(
+            kind, phase=Phase.DECODE, precision=Precision.W16A16, dtype=p.workload.dtype
+        )
+        assert entry is not None
+        return entry.seconds(v=8, length=100)
+
+    hit = experts_hit(128, 8, 8)
+    assert seconds("V100-32GB") == pytest.approx(ENQUEUE_S + hit * EXPERT_ENQUEUE_S, rel=0.01)
+    assert seconds("RTX-3090") < 2 * ENQUEUE_S
 
 
 @pytest.mark.parametrize(

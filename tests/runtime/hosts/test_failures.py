@@ -23,7 +23,8 @@ LONG = 10
 """Times as many rows, where the loss is noticed half a minute later."""
 GONE_S = 30
 """A stage that is cut off ends itself 24 s after it has last heard of the driver."""
-JOB = ("run", "--plan", "plan.json", "-i", "in.jsonl", "-o", "out.jsonl", "--on-loss", "stop")
+RUN = ("run", "--plan", "plan.json", "-i", "in.jsonl", "-o", "out.jsonl")
+JOB = (*RUN, "--on-loss", "stop")
 NODES = {2: ("hosta", "hostb"), 3: ("hosta", "hostb", "hostc", "hosta")}
 
 
@@ -78,8 +79,8 @@ def answers(folder: Path) -> list:
 class Run:
     """A run on the first host that has begun to answer."""
 
-    def __init__(self, bed, folder: Path, *words: object) -> None:
-        command = (sys.executable, "-m", "llmpq.runtime", *JOB, "--ray-address", bed.address)
+    def __init__(self, bed, folder: Path, *words: object, job: tuple[str, ...] = JOB) -> None:
+        command = (sys.executable, "-m", "llmpq.runtime", *job, "--ray-address", bed.address)
         self._folder = folder
         self._process = bed.hosts[0].start(*command, *words, folder=folder)
 
@@ -174,6 +175,20 @@ def test_a_ray_node_that_is_killed_is_named_and_one_that_joins_late_is_waited_fo
     code, said = late.end()
     assert code == 0, said
     assert answers(folder) == expected
+
+
+@lost
+def test_a_host_that_reboots_is_waited_for(bed, make_folder, expected):
+    """By default a lost stage is started again, once its host's Ray node is back."""
+    folder, host = make_folder(2), bed.hosts[1]
+    run = Run(bed, folder, "--deadlines", "wait_nodes=300", job=RUN).answering()
+    host.end_all()
+    time.sleep(40)
+    bed.start_ray(host)
+    code, said = run.end()
+    assert code == 0, said
+    assert answers(folder) == expected
+    require_nothing_left(bed)
 
 
 @lost

@@ -5,7 +5,9 @@ import pytest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import QuantizationForm
 from llmpq.precision import Precision
+from llmpq.runtime.launch.plans.complete_plan import complete_plan
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
+from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.text.made_with import made_by
 from llmpq.workload import Workload
 
@@ -44,6 +46,20 @@ def test_a_gpu_keeps_it_whole():
     assert mixed.settings().head_bits == 16
     first = plan.stages[0].model_copy(update=gpu)
     assert plan.model_copy(update={"stages": (first, plan.stages[1])}).settings().head_bits == 8
+
+
+@pytest.mark.parametrize(("kind", "runs"), [("V100-32GB", False), ("A100-40GB", True)])
+def test_a_packed_cache_is_refused_before_anything_is_loaded(kind, runs):
+    plan = planned(Precision.W16A16)
+    on_gpu = plan.stages[0].model_copy(update={"kind": kind, "threads": None})
+    plan = plan.model_copy(update={"stages": (on_gpu,)})
+    for options in (EngineOptions(kv_cache_dtype="kv8"), EngineOptions(speculate="kv4")):
+        if runs:
+            complete_plan(plan, SPEC, options)
+            continue
+        with pytest.raises(ValueError, match=rf"before Ampere \({kind}\): plan with --kv 16"):
+            complete_plan(plan, SPEC, options)
+    complete_plan(plan, SPEC, EngineOptions())
 
 
 def test_answers_name_it(tmp_path):
