@@ -427,9 +427,14 @@ class ModelSpec:
 
     @property
     def overflows_float16(self) -> bool:
-        """Whether values leave float16's range: a norm behind each sublayer, as well as one before
-        it, lets what sublayers add up to grow (Gemma 2 and 3, GLM-4-0414; vLLM refuses those)."""
-        return self.norm_order == "both"
+        """Whether values leave float16's range.
+
+        A norm behind each sublayer, as well as one before it, lets what sublayers add up to grow
+        (Gemma 2 and 3, GLM-4-0414; vLLM refuses those). Gates that are clamped bound what an
+        expert gives, not the sum: gpt-oss-120b's is 45,344 behind layer 34 and beyond 65,504
+        behind the last, so that all scores are NaN (onnxruntime-genai's pull request 2444).
+        """
+        return self.norm_order == "both" or self.activation == "clamped_silu"
 
     @property
     def norm_params(self) -> int:

@@ -19,8 +19,9 @@ E (1 - (1 - k/E)^tokens): a polyline in the tokens beside the terms. A token is 
 experts by itself and evenly.
 
 GPUs whose tensor cores our kernels do not drive (before Ampere) make a weight of few bits dense for
-every product: its 16 bits are written and read beside the packed bytes (before Volta torch's
-operators pass over it several times), so that fewer bits save memory and no time. Their attention
+every product, and so do all in float32: what it is made is written and read beside the packed bytes
+(before Volta torch's operators pass over it several times), so that fewer bits save memory and no
+time. Their attention
 multiplies prompts at the float32 rate, and experts run one by one, enqueued by the host.
 """
 
@@ -137,10 +138,11 @@ def state_bytes_moved(spec: ModelSpec, width: int) -> float:
     return 2.0 * spec.recurrent.state_bytes(width) if spec.recurrent and spec.has_state(0) else 0.0
 
 
-def makes_dense(device: Device, precision: Precision) -> bool:
+def makes_dense(device: Device, precision: Precision, dtype: Dtype) -> bool:
     """Whether a product on a device first makes its weight dense, however few its rows are."""
     packed = precision.weight_bits < 16 and precision.activation_bits == 16
-    return packed and not device.spec.is_cpu and not device.spec.drives_tensor_cores
+    reads_packed = device.spec.drives_tensor_cores and dtype != "float32"
+    return packed and not device.spec.is_cpu and not reads_packed
 
 
 def attention_flops(spec: ModelSpec) -> float:
@@ -224,7 +226,7 @@ def _weight_reads(
     """
     width = DTYPE_BYTES[dtype]
     copies = 0
-    if makes_dense(device, precision):
+    if makes_dense(device, precision, dtype):
         copies = 2 * width + (0 if device.spec.dequantises_by_kernels else TORCH_DEQUANTISES)
     linears = spec.linears()
     weights = layer_weight_bytes(spec, precision, quantization, width)

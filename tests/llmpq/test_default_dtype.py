@@ -61,6 +61,7 @@ def test_this_machines_cpu_keeps_the_dtypes_it_is_quick_in(dtype, quick, monkeyp
         (["RTX-2080-Ti", "CPU"], "qwen3-8b", "float16", "all stages compute in float16"),
         (["T4", "A100"], "gemma-2-9b", "float32", "leave float16's range"),
         (["V100"], "glm-4-9b", "float32", "leave float16's range"),
+        (["V100"], "gpt-oss-120b", "float32", "leave float16's range"),
         (["V100"], "opt-13b", "float16", None),
         (["A100", "RTX-3090"], "gemma-2-9b", "bfloat16", None),
         (["RX-7900-XTX"], "qwen3-8b", "bfloat16", None),
