@@ -3,6 +3,7 @@
 +V100          one more device of a kind, on the node that has it (or, of several nodes, on a new
                one); +V100:2 two, and whatever else `--devices` takes
 -T4-0          without a device; -T4 without the last one of a kind, -T4:2 without two
+-node-b        without a node of several
 batch=16       another value of a flag: prompt-len=8000, context=32k, bits=8, kv=8, prefer=speed
 -T4,+V100      several changes as one
 
@@ -53,7 +54,7 @@ CHANGEABLE = {
 INSTEAD = ("prefer", "theta", "quality_budget")
 """Flags of which one at most is given."""
 EXPECTED = (
-    "+KIND, +KIND:2, -KIND, -DEVICE, or another value of a flag, such as batch=16, "
+    "+KIND, +KIND:2, -KIND, -DEVICE, -NODE, or another value of a flag, such as batch=16, "
     "prompt-len=8000, bits=8 or kv=8, or several of these with commas"
 )
 
@@ -125,6 +126,9 @@ def changed_devices(
             raise ValueError(typed) from None
         return replace(request, devices=added), None
     name, count = _counted(cluster, change)
+    of_node = [device for device in cluster.devices if device.node == name]
+    if change.startswith("-") and len(cluster.nodes) > 1 and of_node and not _is_kind(name):
+        count = len(of_node)
     there = len(_of_kind(cluster, name))
     if change.startswith("-") and 1 < count > there > 0:
         raise ValueError(f"--what-if {change}: the devices have {there} of them")
@@ -171,8 +175,12 @@ def _one_of(cluster: Cluster, name: str) -> Device:
 
 
 def _of_kind(cluster: Cluster, name: str) -> list[Device]:
+    """Return the devices of a kind, or else of a node of several."""
     kind = canonical_kind(name) if _is_kind(name) else name
-    return [device for device in cluster.devices if device.kind in (kind, name)]
+    found = [device for device in cluster.devices if device.kind in (kind, name)]
+    if found or len(cluster.nodes) == 1:
+        return found
+    return [device for device in cluster.devices if device.node == name]
 
 
 def _moved(pin: str, cluster: Cluster, names: dict[str, str], change: str) -> str:

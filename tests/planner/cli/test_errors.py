@@ -132,8 +132,8 @@ ERRORS = {
     "bad what-if": (
         [*SMALL, "--what-if", "rows=3"],
         2,
-        "llmpq-algo: --what-if rows=3: expected +KIND, +KIND:2, -KIND, -DEVICE, or another value "
-        "of a flag, such as batch=16, prompt-len=8000, bits=8 or kv=8, or several of these "
+        "llmpq-algo: --what-if rows=3: expected +KIND, +KIND:2, -KIND, -DEVICE, -NODE, or another "
+        "value of a flag, such as batch=16, prompt-len=8000, bits=8 or kv=8, or several of these "
         "with commas\n",
     ),
     "negative theta": (

@@ -14,9 +14,10 @@ from llmpq.cost_model import LinkCost
 from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
 from llmpq.planner.check.build_plan import build_plan
 from llmpq.planner.check.check import check_plan, recomputed, used_inputs
-from llmpq.planner.cli.what_if import with_added, without
+from llmpq.planner.cli.what_if import changed_devices, with_added, without
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.methods import SolveOptions, solve
 from reference.random_problems import random_problem
 
@@ -156,6 +157,21 @@ def test_the_exact_plan_is_the_best_over_every_order_of_single_devices() -> None
         check_plan(plan, spec=p.spec, cluster=p.cluster, costs=p.costs)
         several += len(plan.stages) > 1
     assert several >= 5
+
+
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        ("-box", ["T4-0"]),
+        ("-other", [f"RTX-3090-{i}" for i in range(4)]),
+        ("-RTX-3090:3", ["RTX-3090-0", "T4-0"]),
+        ("-box:1", [*(f"RTX-3090-{i}" for i in range(3)), "T4-0"]),
+    ],
+)
+def test_what_if_a_machine_is_gone(change: str, left: list[str]) -> None:
+    cluster = Cluster.parse_data({"schema": 1, **BOX}, where="test")
+    _, less = changed_devices(PlanRequest(), cluster, change)
+    assert less is not None and [device.name for device in less.devices] == left
 
 
 def test_what_if_takes_links_along() -> None:
