@@ -19,10 +19,10 @@ from llmpq.units import Size, format_size
 GIB = 2**30
 OLDEST_BFLOAT16 = (8, 0)
 """Oldest CUDA compute capability with bfloat16."""
-OLDEST_TRITON = (7, 0)
-"""Oldest on which our kernels dequantise (kernels/kernel_table.py); on older ones torch does."""
 OLDEST_TENSOR_CORES = (8, 0)
-"""Oldest whose tensor cores our kernels drive (kernels/kernel_table.py)."""
+"""Oldest whose tensor cores Triton drives (kernels/kernel_table.py)."""
+PACKED_ROWS = (((7, 5), 64), ((7, 0), 16))
+"""Of older ones, Turing and Volta: most rows of x that kernels read a packed weight for."""
 MAX_RATE = 1e6
 """Bandwidths in GB/s and rates in 1e12 per second: beyond it a number is a slip."""
 
@@ -79,17 +79,21 @@ class DeviceSpec(FileForm):
 
     @property
     def drives_tensor_cores(self) -> bool:
-        """Whether our kernels drive its tensor cores: of NVIDIA's GPUs, from Ampere on.
+        """Whether Triton drives its tensor cores: of NVIDIA's GPUs, from Ampere on.
 
-        On older ones a weight of few bits is made dense for every product, experts run one by one,
-        and attention multiplies in float32.
+        On older ones experts run one by one, and attention multiplies in float32.
         """
         return self.capability is None or _version(self.capability) >= OLDEST_TENSOR_CORES
 
     @property
-    def dequantises_by_kernels(self) -> bool:
-        """Whether our kernels make weights dense, in one pass: of NVIDIA's GPUs, from Volta on."""
-        return self.capability is None or _version(self.capability) >= OLDEST_TRITON
+    def most_packed_rows(self) -> int | None:
+        """Most rows of x that meet a weight of few bits as it is stored; more, and it is made dense
+        for every product. None: any. As kernels/kernel_table.py has it."""
+        if self.drives_tensor_cores:
+            return None
+        assert self.capability is not None, "the others drive them"
+        version = _version(self.capability)
+        return next((rows for oldest, rows in PACKED_ROWS if version >= oldest), 0)
 
     def default_reserve(self, memory_bytes: int) -> int:
         """Return the bytes of its memory that a plan leaves free by default."""

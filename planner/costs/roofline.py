@@ -18,11 +18,12 @@ A layer with E experts of which each token takes k reads those that its tokens a
 E (1 - (1 - k/E)^tokens): a polyline in the tokens beside the terms. A token is taken to choose its
 experts by itself and evenly.
 
-GPUs whose tensor cores our kernels do not drive (before Ampere) make a weight of few bits dense for
-every product, and so do all in float32: what it is made is written and read beside the packed bytes
-(before Volta torch's operators pass over it several times), so that fewer bits save memory and no
-time. Their attention
-multiplies prompts at the float32 rate, and experts run one by one, enqueued by the host.
+GPUs whose tensor cores Triton does not drive (before Ampere) read a weight of few bits as it is
+stored for few rows; for more, of other codes than integers, and in float32 (there on every GPU) it
+is made dense for the product: its values are written and read beside the packed bytes, so that
+fewer bits save memory and no time. Volta's products of few rows are fused multiply-adds. Attention
+of prompts multiplies at the float32 rate on those GPUs, and experts run one by one, enqueued by the
+host.
 """
 
 from __future__ import annotations
@@ -57,8 +58,11 @@ EXPERT_ENQUEUE_S = ENQUEUE_S / 2
 """The same of an expert that runs by itself: two products and what stands around them, of the
 some ten launches of a layer. Not measured."""
 TORCH_DEQUANTISES = 30
-"""Bytes of a weight that torch's operators move to make it dense, beside its codes and its 16 bits:
+"""Bytes of a weight that torch's operators move to make it dense, beside its codes and its values:
 bytes for nibbles and for their order, then float32 (counted in weights/quantized_weight.py)."""
+ADDS_SHARE = 0.35
+"""Share of the float32 rate at which Volta multiplies few rows of x by packed words: a V100's by
+its multiprocessors and clocks, from an H200's times (docs/lab-book/kernels.md)."""
 KNOT_ERROR = 0.005
 """Share by which the polyline of the experts hit may stay below the curve, which is concave."""
 DEQUANT_SLOWDOWN = 1.1
@@ -85,8 +89,11 @@ def estimate_costs(
             stored = as_group_128(quantization, precision, device.spec)
             given: dict[str, Any] = {"device": device, "precision": precision, "dtype": dtype}
             given["quantization"] = stored
-            found = [mean_of_layers(spec, partial(_prefill, **given))]
-            found += [mean_of_layers(spec, partial(_decode, kv=kv, **given)) for kv in kvs]
+            coded = quantization.codes is not None
+            found = [mean_of_layers(spec, partial(_prefill, **given, coded=coded))]
+            found += [
+                mean_of_layers(spec, partial(_decode, kv=kv, **given, coded=coded)) for kv in kvs
+            ]
             enqueued = _enqueued(spec, device)
             entries += [
                 one.model_copy(update={"regimes": (*one.regimes, *enqueued)}) for one in found
@@ -138,11 +145,70 @@ def state_bytes_moved(spec: ModelSpec, width: int) -> float:
     return 2.0 * spec.recurrent.state_bytes(width) if spec.recurrent and spec.has_state(0) else 0.0
 
 
-def makes_dense(device: Device, precision: Precision, dtype: Dtype) -> bool:
-    """Whether a product on a device first makes its weight dense, however few its rows are."""
-    packed = precision.weight_bits < 16 and precision.activation_bits == 16
-    reads_packed = device.spec.drives_tensor_cores and dtype != "float32"
-    return packed and not device.spec.is_cpu and not reads_packed
+def packed_rows(device: Device, precision: Precision, dtype: Dtype, *, coded: bool) -> int | None:
+    """Return the most rows for which a device reads a layer's weights as they are stored.
+
+    None: any; 0: they are made dense for every product. `coded`: codes that are no integers.
+    """
+    if device.spec.is_cpu or precision.weight_bits == 16 or precision.activation_bits < 16:
+        return None
+    most = device.spec.most_packed_rows
+    return 0 if dtype == "float32" or (coded and most is not None) else most
+
+
+Curve = tuple[tuple[float, float], ...]
+
+
+def _made_dense(
+    spec: ModelSpec, device: Device, precision: Precision, dtype: Dtype, *, coded: bool
+) -> Curve:
+    """Return what making a layer's weights dense takes, by new tokens; nothing where none is.
+
+    Of experts those that are hit, from as many tokens on as send each more rows than are packed.
+    """
+    most = packed_rows(device, precision, dtype, coded=coded)
+    if most is None:
+        return ()
+    by_kernel = device.spec.most_packed_rows != 0 and dtype != "float32"
+    each = 2 * DTYPE_BYTES[dtype] + (0 if by_kernel else TORCH_DEQUANTISES)
+    one_s = each / bandwidth(device)
+    linears = spec.linears()
+    always = sum(one.num_weights for one in linears if not one.of_expert)
+    curve = _from(most, ((1.0, always * one_s),))
+    if spec.experts:
+        expert = sum(one.num_weights for one in linears if one.name.startswith("experts.0."))
+        knots = _hit_knots(spec.experts, spec.experts_per_token)
+        hits = tuple((tokens, hit * expert * one_s) for tokens, hit in knots)
+        curve = _sum(curve, _from(most * spec.experts // spec.experts_per_token, hits))
+    return curve
+
+
+def _from(tokens: int, curve: Curve) -> Curve:
+    """Return a polyline that is zero up to so many tokens, and goes on level behind its end."""
+    whole = Regime(terms={}, curve=(*curve, (curve[-1][0] + 1, curve[-1][1])))
+    first = (tokens + 1.0, whole.curve_s(tokens + 1.0))
+    rest = tuple(point for point in whole.curve if point[0] > first[0])
+    level = rest or ((first[0] + 1, first[1]),)
+    return (*(((float(tokens), 0.0),) if tokens else ()), first, *level)
+
+
+def _sum(*curves: Curve) -> Curve:
+    """Return the sum of polylines."""
+    some = [Regime(terms={}, curve=curve) for curve in curves if curve]
+    knots = sorted({tokens for one in some for tokens, _ in one.curve})
+    return tuple((tokens, sum(one.curve_s(tokens) for one in some)) for tokens in knots)
+
+
+def _adds(
+    spec: ModelSpec, device: Device, precision: Precision, dtype: Dtype, coded: bool
+) -> Curve:
+    """Return what few rows take by fused multiply-adds, on GPUs that have no other way."""
+    most = packed_rows(device, precision, dtype, coded=coded)
+    if not most or device.spec.capability != "7.0":
+        return ()
+    rate = (device.spec.fp32_tflops or device.spec.fp16_tflops / 2) * 1e12 * ADDS_SHARE
+    row_s = _linear_flops(spec) / (rate * _share(device))
+    return ((1.0, row_s), (float(most), most * row_s), (most + 1.0, most * row_s))
 
 
 def attention_flops(spec: ModelSpec) -> float:
@@ -218,33 +284,29 @@ def _hit_knots(experts: int, per_token: int) -> tuple[tuple[float, float], ...]:
 
 
 def _weight_reads(
-    spec: ModelSpec, device: Device, precision: Precision, dtype: Dtype, quantization: Quantization
+    spec: ModelSpec, precision: Precision, dtype: Dtype, quantization: Quantization
 ) -> tuple[float, tuple[tuple[float, float], ...]]:
-    """Return the bytes every pass moves, and those of the experts by the number of tokens.
-
-    A weight that is made dense is written and read beside its packed bytes.
-    """
+    """Return the bytes every pass reads, and those of the experts by the number of tokens."""
     width = DTYPE_BYTES[dtype]
-    copies = 0
-    if makes_dense(device, precision, dtype):
-        copies = 2 * width + (0 if device.spec.dequantises_by_kernels else TORCH_DEQUANTISES)
-    linears = spec.linears()
     weights = layer_weight_bytes(spec, precision, quantization, width)
-    weights += copies * sum(one.num_weights for one in linears)
     if not spec.experts:
         return float(weights), ()
     expert = expert_weight_bytes(spec, precision, quantization, width)
-    own = sum(one.num_weights for one in linears if one.name.startswith("experts.0."))
-    expert += copies * own
     knots = _hit_knots(spec.experts, spec.experts_per_token)
     return float(weights - spec.experts * expert), tuple((v, hit * expert) for v, hit in knots)
 
 
 def _prefill(
-    spec: ModelSpec, device: Device, precision: Precision, dtype: Dtype, quantization: Quantization
+    spec: ModelSpec,
+    device: Device,
+    precision: Precision,
+    dtype: Dtype,
+    quantization: Quantization,
+    coded: bool,
 ) -> LatencyEntry:
     width = DTYPE_BYTES[dtype]
-    weights, experts = _weight_reads(spec, device, precision, dtype, quantization)
+    dense = _made_dense(spec, device, precision, dtype, coded=coded)
+    weights, experts = _weight_reads(spec, precision, dtype, quantization)
     activations = 12.0 * spec.hidden * width
     attention = attention_flops(spec)
     floor, rate, speed = (
@@ -256,7 +318,7 @@ def _prefill(
     plain = rate_flops(device, Precision.W16A16, dtype if by_tensor_cores else "float32")
     memory = Regime(
         terms={"1": floor + weights / speed, "v*s": activations / speed},
-        curve=_over(experts, speed),
+        curve=_sum(_over(experts, speed), dense),
     )
     packed = precision.weight_bits < 16
     compute = Regime(
@@ -265,7 +327,7 @@ def _prefill(
             "v*s": _linear_flops(spec) / rate,
             "v*s^2": attention / plain,
         },
-        curve=_over(experts, speed) if packed else (),
+        curve=_sum(_over(experts, speed), dense) if packed else (),
     )
     regimes = [_with_sums(one, spec, device, width, "v*s") for one in (memory, compute)]
     if not device.spec.is_cpu:
@@ -286,9 +348,11 @@ def _decode(
     precision: Precision,
     dtype: Dtype,
     quantization: Quantization,
+    coded: bool,
 ) -> LatencyEntry:
     width = DTYPE_BYTES[dtype]
-    weights, experts = _weight_reads(spec, device, precision, dtype, quantization)
+    dense = _made_dense(spec, device, precision, dtype, coded=coded)
+    weights, experts = _weight_reads(spec, precision, dtype, quantization)
     kv_token = kv_token_bytes(spec, kv, width)
     floor, rate, speed = (
         _floor(device.spec),
@@ -298,9 +362,13 @@ def _decode(
     reading = {"v*(t+s)": kv_token / speed}
     state = {"v": state_bytes_moved(spec, width) / speed}
     terms = {"1": floor + weights / speed, **reading, **(state if state["v"] else {})}
-    memory = Regime(terms=terms, curve=_over(experts, speed))
-    compute = Regime(terms={"1": floor, "v": _linear_flops(spec) / rate, **reading})
-    summed = [_with_sums(regime, spec, device, width, "v") for regime in (memory, compute)]
+    memory = Regime(terms=terms, curve=_sum(_over(experts, speed), dense))
+    compute = Regime(terms={"1": floor, "v": _linear_flops(spec) / rate, **reading}, curve=dense)
+    regimes = [memory, compute]
+    adds = _adds(spec, device, precision, dtype, coded)
+    if adds:
+        regimes.append(Regime(terms={"1": floor, **reading}, curve=adds))
+    summed = [_with_sums(regime, spec, device, width, "v") for regime in regimes]
     entry = _entry(device, "layer", Phase.DECODE, precision, dtype, *summed, kv=kv)
     return _unpadded(spec, entry)
 

@@ -297,12 +297,13 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
 
 
 def _dense_note(kinds: Sequence[str], spec: ModelSpec) -> str:
-    """Say what few bits and experts cost on GPUs whose tensor cores our kernels do not drive."""
+    """Say what few bits and experts cost on GPUs whose tensor cores Triton does not drive."""
     more = ", and experts run one by one" if spec.experts else ""
     return (
-        f"{', '.join(kinds)}: llmpq-dist makes weights of few bits dense for every product on GPUs "
-        f"before Ampere, so that they save memory and no time there{more}; times are of that, "
-        "those of other engines may be shorter"
+        f"{', '.join(kinds)}: on GPUs before Ampere llmpq-dist reads weights of few bits as they "
+        "are stored for few rows at once alone (64 on T4s, 16 on V100s, none on older ones); for "
+        f"more it makes them dense, which saves memory and no time{more}; times are of that, those "
+        "of other engines may be shorter"
     )
 
 

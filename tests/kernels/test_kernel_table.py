@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from llmpq.devices.device_spec import device_specs
 from llmpq.kernels import kernel_table
 from llmpq.kernels.kernel_table import (
     CPU_LEVELS,
@@ -85,6 +86,14 @@ def test_kernels_by_device_and_rows() -> None:
     assert eligible(KernelForm.ATOM_INTEGER, hopper, 257) == (Kernel.INT8_WGMMA,)
     assert eligible(KernelForm.ATOM_TILES, hopper, 257) == (Kernel.FP8_WGMMA,)
     assert eligible(KernelForm.WORDS, cpu("no compiler"), 1) == (Kernel.DEQUANTIZE_TORCH,)
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_plans_count_as_many_packed_rows_as_the_table_has(card: tuple[str, int, int]) -> None:
+    spec = device_specs()["T4"].model_copy(update={"capability": f"{card[1]}.{card[2]}"})
+    assert (spec.most_packed_rows is None) == (Kernel.GEMV in eligible(KernelForm.WORDS, card, 1))
+    rows = [m for m in range(200) if Kernel.CUDA_GEMV in eligible(KernelForm.WORDS, card, m)]
+    assert (spec.most_packed_rows or 0) == max(rows, default=0)
 
 
 def test_a_line_is_for_its_kind_of_device_only() -> None:
