@@ -198,7 +198,7 @@ def test_a_cache_of_fewer_bits_is_named_only_where_every_gpu_reads_it(fits: Any)
     ):
         _, report, _ = fits(f"--devices {devices} --model qwen3-8b")
         assert {row["kv"] for row in report["forms"]} == kvs
-        dense = [note for note in report["notes"] if "dense for every product" in note]
+        dense = [note for note in report["notes"] if "makes them dense" in note]
         assert bool(dense) == (devices != "3090")
     code, report, _ = fits("--devices t4 --model qwen3-14b --context 40k --bits 4 --batch 8")
     assert code == 5 and not any("--kv" in way for way in report["remedies"])
