@@ -118,6 +118,8 @@ class TopologyAnswer:
     """At which they are: what a unit of omega is worth, in seconds."""
     pipeline: Answer
     """The best plan of one engine whose stages have a device each."""
+    alone: TopologyAnswer | None = None
+    """Engines of one device each that are nearly as good, where these send between devices."""
 
     def uses(self, kinds: Collection[str]) -> bool:
         """Whether an engine has a device of one of these kinds."""
@@ -165,7 +167,7 @@ def answer_topology(
         work_s += other.found.work_s
         if other.topology is not None and _score_of(other, options) < least:
             found, least = other, _score_of(other, options)
-    return found
+    return replace(found, alone=start.alone)
 
 
 MOST_EVERYWHERE = 2
@@ -259,8 +261,8 @@ def _topology_at(
         choice, least = everywhere
         found = topology_in_child(_only(priced, choice), options, known, exactly=exactly)
         found = replace(found, bound=min(found.bound, least), most=())
-    alone = len(found.engines) == 1 and found.engines[0].waves == 1
-    bound_of_one = min(found.bound, found.value) if alone else None
+    is_one = len(found.engines) == 1 and found.engines[0].waves == 1
+    bound_of_one = min(found.bound, found.value) if is_one else None
     plans = tuple(
         _engine_answer(problem, one, options, path, bound_of_one) for one in found.engines
     )
@@ -271,9 +273,16 @@ def _topology_at(
         most = max(_reported(one.plan, gain * one.waves, theta) for one in topology.engines)
         if most >= least:  # step by step it is not better
             topology = None
-    return TopologyAnswer(
+    answered = TopologyAnswer(
         topology=topology, plans=plans, found=found, known=known, theta=theta, pipeline=best
     )
+    if not found.alone:
+        return answered
+    apart = replace(found, engines=found.alone, value=found.alone_value, gain=1.0, alone=())
+    plans = tuple(_engine_answer(problem, one, options, path, None) for one in apart.engines)
+    topology = _topology(problem, apart, plans, options, theta)
+    alone = replace(answered, topology=topology, plans=plans, found=apart)
+    return replace(answered, alone=alone)
 
 
 PIPELINE_SHARE = 0.85

@@ -35,6 +35,7 @@ from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.certificates import write_certificate, write_topology_certificate
 from llmpq.planner.cli.own_dtype import beats, closer_refusal, in_own_dtype
 from llmpq.planner.cli.show_topology import print_topology, topology_lines
+from llmpq.planner.cli.tie import without_sending
 from llmpq.planner.evaluate.simulator import reported_time
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import OPTIMAL_GAP, Infeasible, Unfinished
@@ -204,6 +205,17 @@ def best_answer(
     request: PlanRequest, problem: Problem, options: SolveOptions, path: str | None
 ) -> tuple[Answer, TopologyAnswer | None]:
     """Return the best pipeline, and the best topology where several engines may share the job.
+
+    Engines that send nothing between devices are taken where a better plan is hardly better.
+    """
+    best, found = _best_of_all(request, problem, options, path)
+    return best, None if found is None else without_sending(best, found, options)
+
+
+def _best_of_all(
+    request: PlanRequest, problem: Problem, options: SolveOptions, path: str | None
+) -> tuple[Answer, TopologyAnswer | None]:
+    """Return the best pipeline and the best topology.
 
     Engines that are better than any pipeline can be need no more of the search for one.
     """

@@ -99,17 +99,18 @@ def _verdict(found: TopologyAnswer, exactly: int | None) -> list[str]:
         sure = f"the best {what} found, at most {gap:.1%} above the best there may be"
         sure += f"; {CUT}" if found.found.cut else ""
     lines = [f"engines: {words} ({sure})"]
-    if found.found.quicker > 0:
+    if found.found.quicker is not None:
         lines.append(_tie(found))
     return lines
 
 
 def _tie(found: TopologyAnswer) -> str:
     """Return why engines that send nothing are taken, where the best that was found sends."""
-    quicker = found.found.quicker
+    quicker = found.found.quicker or 0.0
+    by = f"{quicker:.1%} quicker" if quicker > 0 else "no quicker"
     return (
-        f"one engine a card is taken, for it sends nothing between cards: the best that does is "
-        f"{quicker:.1%} quicker as estimated, and such estimates are up to {TIE:.0%} off"
+        f"one engine a card is taken, for nothing is sent between cards: the best that does is "
+        f"{by} as the scheduler runs both, and predictions of such plans may be {TIE:.0%} off"
     )
 
 

@@ -54,8 +54,8 @@ class SolveOptions:
     known: KnownPlan | None = None
     """A plan to start from, which need not fit; of solvers in this process."""
     tie: float = 0.0
-    """Share by which engines of one device each may be slower than the best topology, and are taken
-    all the same: they send nothing between devices."""
+    """Share by which engines of one device each may be slower than the best plan that sends between
+    devices, and are taken all the same."""
     groups: bool = True
     """Whether devices of a node may share stages in tensor parallel."""
     names_context: bool = False

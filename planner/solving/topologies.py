@@ -57,9 +57,6 @@ class FoundTopology:
     GROUP_GAIN times a lower one."""
     gain: float
     """How many times longer it is counted to take, where it is compared with others."""
-    quicker: float
-    """Share by which the best that was found is quicker, where it sends between devices and these
-    engines do not."""
     seconds: float
     simple: Mapping[str, Simple | None]
     """`card`: the best single device, `node`: an engine a node, where there are several, `each`: an
@@ -69,6 +66,12 @@ class FoundTopology:
     """Kinds of groups of devices that were looked at as stages in tensor parallel."""
     groups_left_out: int = 0
     """Sets of devices that were not."""
+    alone: tuple[FoundEngine, ...] = ()
+    """Engines of one device each that are nearly as good, where these send between devices."""
+    alone_value: float = math.inf
+    quicker: float | None = None
+    """Share by which the best that sends between devices is quicker than these engines, which do
+    not and are taken; None where they are the best by themselves."""
     work_s: float = 0.0
     """Of the search, by the clock that counts it (planner/work_clock.py)."""
     cut: bool = False
@@ -107,24 +110,28 @@ def _best_topology(
     card, equal = _best_card(search), _equal(search)
     each = search.one_a_device()
     search.offer([(v, rows) for v, rows, _ in each])
-    best = search.run()
-    found = search.without_sending(best, each)
-    engines = tuple(
-        FoundEngine(
-            places=one.places,
-            rows=one.rows,
-            waves=one.price.waves,
-            solved=_moved(search, one, p),
+    found = search.run()
+    alone = search.without_sending(found, each)
+
+    def own(engines: Sequence[ChosenEngine]) -> tuple[FoundEngine, ...]:
+        return tuple(
+            FoundEngine(
+                places=one.places,
+                rows=one.rows,
+                waves=one.price.waves,
+                solved=_moved(search, one, p),
+            )
+            for one in engines
         )
-        for one in found.engines
-    )
+
     nodes = len(search.vectors.partitions[0]) if by_node else 0
     return FoundTopology(
-        engines=engines,
+        engines=own(found.engines),
+        alone=own(alone),
+        alone_value=max((one.price.value for one in alone), default=math.inf),
         value=found.value,
         bound=found.bound,
         gain=found.gain,
-        quicker=found.value / best.value - 1 if found is not best else 0.0,
         seconds=found.seconds,
         simple={
             "card": card,

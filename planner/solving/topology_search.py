@@ -39,6 +39,9 @@ HALVINGS = 30
 GROUP_GAIN = 1.05
 """How many times as good topologies with stages that devices share must be as those without: what
 sums between devices take is estimated from links, not measured."""
+NEARLY = 1.06
+"""How many times as long engines that send nothing may take as a best that does, to be known beside
+it: predictions of pipelines were up to 5.6 % off (docs/lab-book/runtime.md)."""
 MOST_TRIED = 4
 """Engines with groups of devices that are tried first."""
 
@@ -332,15 +335,15 @@ class TopologySearch:
         each = self.single_devices
         return self._tuned(each) if self._exactly is None else self._evenly(each)
 
-    def without_sending(self, best: SearchedTopology, each: Sequence[Deal]) -> SearchedTopology:
-        """Return engines of one device `each` where they are as good as the best within the tie."""
-        tie, value = self.prices.options.tie, _slowest(each)
+    def without_sending(
+        self, best: SearchedTopology, each: Sequence[Deal]
+    ) -> tuple[ChosenEngine, ...]:
+        """Return engines of one device `each` that are nearly as good as a best that sends."""
         pipeline = not best.engines and self._known.stages > 1
         sends = pipeline or any(one.sends for one in best.engines)
-        as_good = bool(each) and value <= best.value * (1 + tie)
-        if self._exactly is not None or not (tie and sends and as_good):
-            return best
-        return replace(best, engines=self._named(each), value=value, gain=1 / (1 + tie))
+        if self._exactly is not None or not sends or _slowest(each) > best.value * NEARLY:
+            return ()
+        return self._named(each)
 
     def _evenly(self, each: Sequence[Vector]) -> list[Deal]:
         """Return these engines, with the rows that let all end about together, as floors have it.

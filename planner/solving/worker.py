@@ -75,20 +75,25 @@ def topology_in_child(
 
     asked = {"options": _options_data(options), "known": asdict(known), "exactly": exactly}
     answer = run_in_child(problem, "topology", asked, method="exact")
-    engines = tuple(
-        FoundEngine(
-            places=(places := tuple(map(_place, one["places"]))),
-            rows=one["rows"],
-            waves=one["waves"],
-            solved=_solved(
-                on_places(problem, places, options.kvs).with_job(batch=one["batch"]), one["solved"]
-            ),
+
+    def read(engines: Sequence[dict[str, Any]]) -> tuple[FoundEngine, ...]:
+        return tuple(
+            FoundEngine(
+                places=(places := tuple(map(_place, one["places"]))),
+                rows=one["rows"],
+                waves=one["waves"],
+                solved=_solved(
+                    on_places(problem, places, options.kvs).with_job(batch=one["batch"]),
+                    one["solved"],
+                ),
+            )
+            for one in engines
         )
-        for one in answer.pop("engines")
-    )
+
+    engines, alone = read(answer.pop("engines")), read(answer.pop("alone"))
     simple = {name: None if one is None else tuple(one) for name, one in answer["simple"].items()}
     most = tuple((tuple(v), rows) for v, rows in answer["most"])
-    return FoundTopology(**{**answer, "simple": simple, "most": most}, engines=engines)
+    return FoundTopology(**{**answer, "simple": simple, "most": most}, engines=engines, alone=alone)
 
 
 def _place(data: Any) -> Any:
@@ -246,18 +251,23 @@ def _topology(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
         KnownPipeline(**asked["known"]),
         exactly=asked["exactly"],
     )
-    engines = [
-        {
-            "places": one.places,
-            "rows": one.rows,
-            "waves": one.waves,
-            "batch": one.solved.problem.workload.batch,
-            "solved": _solved_data(one.solved),
-        }
-        for one in found.engines
-    ]
+    engines, alone = (
+        [
+            {
+                "places": one.places,
+                "rows": one.rows,
+                "waves": one.waves,
+                "batch": one.solved.problem.workload.batch,
+                "solved": _solved_data(one.solved),
+            }
+            for one in own
+        ]
+        for own in (found.engines, found.alone)
+    )
     return {
         "engines": engines,
+        "alone": alone,
+        "alone_value": found.alone_value,
         "value": found.value,
         "bound": found.bound,
         "seconds": found.seconds,
@@ -265,7 +275,6 @@ def _topology(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
         "cut": found.cut,
         "simple": found.simple,
         "gain": found.gain,
-        "quicker": found.quicker,
         "groups": found.groups,
         "groups_left_out": found.groups_left_out,
         "most": found.most,

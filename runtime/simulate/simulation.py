@@ -37,11 +37,13 @@ class EngineModel:
     host_s: float = 0.0
 
     @classmethod
-    def of_plan(cls, plan: Plan, *, max_num_batched_tokens: int | None = None) -> EngineModel:
-        """Return the engine that `serve` makes of a plan."""
+    def of_plan(
+        cls, plan: Plan, *, max_num_batched_tokens: int | None = None, offline: bool = False
+    ) -> EngineModel:
+        """Return the engine that `serve` makes of a plan, or, `offline`, a batch run."""
         times = stage_times(plan)
         assert plan.inputs is not None
-        options = EngineOptions(max_num_batched_tokens=max_num_batched_tokens)
+        options = EngineOptions(max_num_batched_tokens=max_num_batched_tokens, offline=offline)
         limits = PoolPlan(plan, plan.inputs.model, options).limits
         predicted = plan.predicted
         return cls(
@@ -136,6 +138,14 @@ def simulate_plan(
     ]
     served = simulate(models, traffic, vocab=_vocab(plan))
     return ServiceMeasures.of(served, limits or ServiceLimits())
+
+
+def simulate_batch(plan: Plan, rows: int) -> float:
+    """Return the seconds of a batch run of so many rows of a plan's job, all there at once."""
+    work = plan.workload
+    row = Arrival(at_s=0.0, prompt_tokens=work.prompt_len, output_tokens=work.gen_len)
+    served = simulate([EngineModel.of_plan(plan, offline=True)], [row] * rows)
+    return max(one.end_s for one in served)
 
 
 def _vocab(plan: Plan | Topology) -> int:
