@@ -22,7 +22,7 @@ from llmpq.planner.answer import Answer, solved
 from llmpq.planner.evaluate.objective import PhaseTimes, sum_omega
 from llmpq.planner.evaluate.simulator import reported_time
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.methods import SolveOptions, anew
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
 from llmpq.units import shown, shown_loss
 from llmpq.workload import Workload
@@ -139,14 +139,8 @@ def left_out_lines(best: Answer, options: SolveOptions) -> list[str]:
 
 
 def _quickly(options: SolveOptions) -> SolveOptions:
-    return replace(
-        options,
-        method="exact",
-        prefer=None,
-        budget=None,
-        gap=max(GAP, options.gap),
-        time_limit_s=min(LONGEST_S, options.time_limit_s),
-    )
+    own = replace(options, method="exact", prefer=None, budget=None, gap=max(GAP, options.gap))
+    return anew(own, LONGEST_S)
 
 
 ALIKE = 1e-3

@@ -43,7 +43,7 @@ from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.problem.stored_precisions import stored_line
 from llmpq.planner.solving.device_groups import may_group
-from llmpq.planner.solving.methods import PLANNERS, SolveOptions
+from llmpq.planner.solving.methods import PLANNERS, SolveOptions, anew, within
 from llmpq.planner.solving.plan_search import nothing_fits, variants_with_room
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
 from llmpq.precision import Precision, bits_of
@@ -551,7 +551,8 @@ def _compare(
         limit = f", {options.asked_s:g} s at most" if method in SEARCHES else ""
         sys.stderr.write(f"llmpq-algo: --method {method}{limit}\n")
         try:
-            answers[method] = found = answer(problem, replace(options, method=method), path)
+            own = within(replace(options, method=method), options.asked_s)
+            answers[method] = found = answer(problem, own, path)
         except Unfinished as error:
             unfinished = error
             answers[method] = "no plan in time"
@@ -641,10 +642,9 @@ def _beside_exact(
         method="exact",
         budget=row.omega,
         gap=max(options.gap, COMPARED_GAP),
-        time_limit_s=min(options.time_limit_s, COMPARED_S),
     )
     try:
-        priced, outcome = solved(problem, how)
+        priced, outcome = solved(problem, anew(how, COMPARED_S))
     except DoesNotFitError:
         return row
     return replace(row, exact_s=reported_time(priced, outcome.assignment).total_s)
@@ -687,7 +687,7 @@ def _what_if(
             options = replace(options, method="exact" if best is None else best.outcome.method)
         other: Answer | None = None
         try:
-            other, several = best_answer(request, problem, options, path)
+            other, several = best_answer(request, problem, anew(options), path)
             if several is not None and several.single is not None:
                 other = several.single
         except DoesNotFitError as error:

@@ -73,6 +73,12 @@ def within(options: SolveOptions, seconds: float) -> SolveOptions:
     return replace(options, time_limit_s=work_s, ends_at=time.perf_counter() + seconds)
 
 
+def anew(options: SolveOptions, most_s: float = math.inf) -> SolveOptions:
+    """Return options whose limits count from now on, of at most so many seconds of work."""
+    most_s = most_s if options.method == "ilp" else most_s / WORK_SHARE
+    return within(options, min(options.asked_s, most_s))
+
+
 def solve(p: Problem, options: SolveOptions, warm: WarmStart = COLD) -> Outcome:
     """Return the outcome of one method, within its budget if it has one.
 
