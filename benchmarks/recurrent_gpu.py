@@ -1,7 +1,7 @@
 """Whole models with recurrent layers on a GPU: a decode step beside its byte floor, a long prompt.
 
     python benchmarks/recurrent_gpu.py [--models qwen3.5-27b,...] [--precision w4a16]
-        [--rows 1,8,32] [--prompt 8192] [--beside qwen3-32b] [--out FILE.jsonl]
+        [--rows 1,8,32] [--prompt 8192] [--beside qwen3-32b] [--out FILE.jsonl]   (--prompt 0: none)
 
 Dummy weights, steps as the engine runs them (captured where it captures them). The floor of a step
 is what it has to read and write at the card's memory rate: weights (of a mixture the experts that
@@ -39,6 +39,9 @@ from llmpq.sizes.state_size import state_bytes
 
 DEVICE, DTYPE, DTYPE_BYTES = torch.device("cuda:0"), torch.bfloat16, 2
 PROGRAM = "python benchmarks/recurrent_gpu.py"
+TOKENS, STRIDE = 1000, 377
+"""Numbers that every vocabulary has, and how far apart those of neighbours are: rows of one token
+would go to the same experts, of which the floor counts many."""
 
 
 def build(spec: ModelSpec, precision: Precision) -> StageModel:
@@ -83,7 +86,10 @@ def message(kind: StepKind, rows: int, start: int, count: int) -> StepMessage:
         num_new=[count] * rows,
         sample_steps=[0] * rows,
         sampling=[SamplerConfig()] * rows,
-        tokens=[[7] * count] * rows,
+        tokens=[
+            [(row * count + place) * STRIDE % TOKENS for place in range(count)]
+            for row in range(rows)
+        ],
         paged=[
             PagedRow(slot=row, new_blocks=tuple(range(row * each, (row + 1) * each)))
             for row in range(rows)
@@ -126,7 +132,7 @@ def step_bytes(
 
 
 def measure_model(name: str, options: argparse.Namespace, peak: float) -> float:
-    """Write a model's rows; return the operations a second of its prompt, in matrices."""
+    """Write a model's rows; return the operations a second of its prompt in matrices, or 0."""
     spec, precision = ModelSpec.by_name(name), Precision.parse(options.precision)
     model = build(spec, precision)
     case = {"model": name, "precision": options.precision}
@@ -154,6 +160,8 @@ def measure_model(name: str, options: argparse.Namespace, peak: float) -> float:
                 program=PROGRAM,
             )
         del compute
+    if not options.prompt:
+        return 0.0
     compute = stage(model, 1, options.prompt, options.prompt)
     prompt = message(StepKind.PREFILL, 1, 0, options.prompt)
     samples = seconds(compute.repeatable(prompt, None), 4)

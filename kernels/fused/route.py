@@ -24,6 +24,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.overlap import overlaps
 
+LEAST = tl.constexpr(-(2**31))
+"""Below every number."""
+
 
 @triton.jit
 def _largest_two(x_GP):
@@ -33,6 +36,13 @@ def _largest_two(x_GP):
     column = tl.arange(0, x_GP.shape[1])
     rest = tl.where(column[None, :] == first[:, None], float("-inf"), x_GP)
     return best + tl.max(rest, 1)
+
+
+@triton.jit
+def _in_order(x):
+    """Integers that stand in the order of the numbers: what a warp compares in one instruction."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=["T", "scale", "least"])
@@ -92,12 +102,15 @@ def route_kernel(
         rank_by = tl.reshape(by_group, (PADDED,))
     j = tl.arange(0, TOP_PADDED)
     chosen = tl.zeros([TOP_PADDED], tl.int32)
-    weight = tl.zeros([TOP_PADDED], tl.float32)
+    weight = tl.zeros([TOP_PADDED], tl.int32)
+    rank = _in_order(rank_by)
+    own = chance.to(tl.int32, bitcast=True)  # above zero: in order as they are
     for i in tl.static_range(TOP):
-        best = tl.argmax(rank_by, 0)
+        best = tl.min(tl.where(rank == tl.max(rank, 0), e, PADDED), 0)
         chosen = tl.where(j == i, best, chosen)
-        weight = tl.where(j == i, tl.sum(tl.where(e == best, chance, 0.0), 0), weight)
-        rank_by = tl.where(e == best, float("-inf"), rank_by)
+        weight = tl.where(j == i, tl.max(tl.where(e == best, own, 0), 0), weight)
+        rank = tl.where(e == best, LEAST, rank)
+    weight = weight.to(tl.float32, bitcast=True)
     if NORMALISE:
         weight = weight / (tl.sum(weight, 0) + least)
     at = token * TOP + j

@@ -26,6 +26,8 @@ from llmpq.kernels.overlap import overlaps
 
 BLOCK = 256
 """Columns of a program: few tokens fill the GPU."""
+GATED_WARPS = 4
+"""Of a program that reads all columns of n and g: at once, or it would wait for each block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,11 @@ def weighted_sum_kernel(
     gate,
     out,
     columns,
+    shared_stride,
     TOP: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PADDED: tl.constexpr,
     HAS_X: tl.constexpr,
     SHARED: tl.constexpr,
     GATED: tl.constexpr,
@@ -59,6 +64,9 @@ def weighted_sum_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < columns
+    c = tl.arange(0, PADDED)
+    if GATED:
+        g = tl.load(gate + c, mask=c < columns, other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -66,19 +74,14 @@ def weighted_sum_kernel(
     if HAS_X:
         total = tl.load(x_ptr + token * columns + column, mask=live, other=0.0).to(tl.float32)
     if SHARED:
-        own = tl.load(shared + token * columns + column, mask=live, other=0.0).to(tl.float32)
+        own = tl.load(shared + token * shared_stride + column, mask=live, other=0.0).to(tl.float32)
         if GATED:
-            products = tl.zeros([BLOCK], tl.float32)
-            for begin in range(0, columns, BLOCK):
-                c = begin + tl.arange(0, BLOCK)
-                n = tl.load(given + token * columns + c, mask=c < columns, other=0.0)
-                g = tl.load(gate + c, mask=c < columns, other=0.0)
-                products += n.to(tl.float32) * g.to(tl.float32)
-            own *= tl.sigmoid(tl.sum(products, 0))
+            n = tl.load(given + token * columns + c, mask=c < columns, other=0.0)
+            own *= tl.sigmoid(tl.sum(n.to(tl.float32) * g, 0))
         total += own
     for j in tl.static_range(TOP):
         weight = tl.load(weights + token * TOP + j).to(tl.float32)
-        row = made + (token * TOP + j) * columns
+        row = made + (token * ROWS + j) * columns
         total += weight * tl.load(row + column, mask=live, other=0.0).to(tl.float32)
     tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=live)
 
@@ -86,11 +89,14 @@ def weighted_sum_kernel(
 def weighted_sum(
     weight_Tk: Tensor, made_Ch: Tensor, x_Th: Tensor | None = None, *, shared: Shared | None = None
 ) -> Tensor:
-    """Return each token's weighted sum of its k rows of `made` [T k, h], and x where given."""
+    """Return each token's weighted sum of its k rows of `made` [T k, h], and x where given.
+
+    A token may have more rows there, behind those. Rows of `shared` may lie further apart.
+    """
     tokens, columns = weight_Tk.shape[0], made_Ch.shape[1]
     out, pdl = made_Ch.new_empty(tokens, columns), overlaps(made_Ch.device)
     x = out if x_Th is None else x_Th.contiguous()
-    beside = out if shared is None else shared.made_Th.contiguous()
+    beside = out if shared is None else shared.made_Th
     given = None if shared is None else shared.given_Th
     gate = None if shared is None else shared.gate_1h
     weighted_sum_kernel[(tokens, triton.cdiv(columns, BLOCK))](
@@ -102,13 +108,16 @@ def weighted_sum(
         out if gate is None else gate.contiguous(),
         out,
         columns,
+        beside.stride(0),
         TOP=weight_Tk.shape[1],
+        ROWS=made_Ch.shape[0] // tokens,
         BLOCK=BLOCK,
+        PADDED=1 if gate is None else triton.next_power_of_2(columns),
         HAS_X=x_Th is not None,
         SHARED=shared is not None,
         GATED=gate is not None,
         PDL=pdl,
-        num_warps=1,
+        num_warps=1 if gate is None else GATED_WARPS,
         launch_pdl=pdl,
     )
     return out

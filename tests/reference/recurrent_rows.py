@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from llmpq.kernels.recurrent.delta_step import Convolution, GatedNorm
 from llmpq.kernels.recurrent.notes import Notes
 from llmpq.kernels.recurrent.state_walk import Recurrence
 
@@ -71,6 +72,22 @@ def recurrent_inputs(
     states = normal(SLOTS, heads, key_dim, value_dim, seed=10)
     form = recurrence(kind, heads=heads, key_heads=key_heads, key_dim=key_dim)
     return mixed, steps, form, states
+
+
+def around(
+    places: int, states_SHNP: Tensor, channels: int, *, taps: int = 4, bias: bool = False
+) -> tuple[Convolution, GatedNorm, Tensor]:
+    """Return what stands before and behind a delta rule, and tails [S, K - 1, C]."""
+    slots, heads, _, value_dim = states_SHNP.shape
+    weight = normal(taps, 1, channels, seed=20).permute(2, 1, 0)  # each tap's side by side
+    convolution = Convolution(weight_C1K=weight, bias_C=normal(channels, seed=21) if bias else None)
+    norm = GatedNorm(
+        weight_P=normal(value_dim, seed=22),
+        eps=1e-5,
+        gate_TC=normal(places, heads * value_dim + 5, seed=23)[:, 5:],
+        gate="sigmoid" if bias else "silu",
+    )
+    return convolution, norm, normal(slots, taps - 1, channels, seed=24)
 
 
 NOTED_ROWS = [(2, 7, 1), (4, 300, 4), (0, 9, 3), (1, 0, 5), (3, 8, 1), (-1, 0, 2), (-1, 0, 0)]

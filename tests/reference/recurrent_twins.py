@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.kernels.recurrent.delta_step import Convolution, GatedNorm
 from llmpq.kernels.recurrent.notes import Notes
 from llmpq.kernels.recurrent.state_walk import Recurrence
 
@@ -178,3 +179,23 @@ def note_rows_reference(
 
 def _gated(gate_TC: Tensor, gate: str) -> Tensor:
     return gate_TC.sigmoid() if gate == "sigmoid" else functional.silu(gate_TC)
+
+
+def delta_step_reference(
+    x_TE: Tensor,
+    steps_STJ: Tensor,
+    convolution: Convolution,
+    form: Recurrence,
+    norm: GatedNorm,
+    tails_SKC: Tensor,
+    states_SHNP: Tensor,
+    rows_FR: Tensor,
+) -> Tensor:
+    """The twin: one after the other what three launches do; padding gets zeros."""
+    weights = convolution.weight_C1K, convolution.bias_C
+    mixed = convolve_rows_reference(x_TE, *weights, tails_SKC, rows_FR)
+    steps = steps_STJ.float().sum(0).to(x_TE.dtype)
+    out = walk_rows_reference(mixed, steps, form, states_SHNP, rows_FR)
+    given = norm.gate_TC, norm.weight_P, norm.eps
+    heads = states_SHNP.shape[1]
+    return gated_norm_reference(out, *given, groups=heads, norm_first=True, gate=norm.gate)

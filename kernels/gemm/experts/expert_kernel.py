@@ -5,7 +5,9 @@
     runs [E]    an expert, its first row in `order` and its end; those that have rows come first
     program     BN rows of w of one expert x BM pairs at a time, every `shares`-th BM of them
 
-    assign      one program an expert counts, and writes its part of `order` and its run
+    assign      one program an expert counts, and writes its part of `order` and its run; of no
+                more pairs than experts one program a pair (`assign_pairs_kernel`); BESIDE: each
+                token has a pair more, of the MLP that all share, whose run comes first
     packed      words --> registers --> code - zero --> left operand, as splitk_gemm.py;
                 E2M1: code * its group's scale
     dense       16-bit w through shared memory
@@ -61,6 +63,39 @@ def assign_kernel(
     tl.store(runs + at * 3, e)
     tl.store(runs + at * 3 + 1, before)
     tl.store(runs + at * 3 + 2, place)
+
+
+@triton.jit(do_not_specialize=["C", "E", "top"])
+def assign_pairs_kernel(
+    expert_C, order, runs, C, E, top, STEP: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr
+):
+    """Where pair number `own` goes; the run of its expert if it is the first of those, else none.
+
+    BESIDE: the last program writes the first run, the pairs of expert E.
+    """
+    own = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    c = tl.arange(0, STEP)
+    tokens = C // top if BESIDE else 0
+    if own < C:
+        expert = tl.load(expert_C + c, mask=c < C, other=0x7FFFFFFF).to(tl.int32)
+        e = tl.load(expert_C + own).to(tl.int32)
+        before = tokens + tl.sum((expert < e).to(tl.int32), 0)
+        mine = (expert == e).to(tl.int32)
+        rank = tl.sum(tl.where(c < own, mine, 0), 0)
+        pair = own + own // top if BESIDE else own
+        tl.store(order + before + rank, pair)
+        run = runs + (own + BESIDE) * 3
+        tl.store(run, e)
+        tl.store(run + 1, before)
+        tl.store(run + 2, tl.where(rank == 0, before + tl.sum(mine, 0), before))
+    else:
+        tl.store(order + c, c * (top + 1) + top, mask=c < tokens)
+        tl.store(runs, E)
+        tl.store(runs + 1, 0)
+        tl.store(runs + 2, tokens)
 
 
 @triton.jit

@@ -7,6 +7,8 @@
     sum_j weight[t, j] y[t, j]  kernels/fused/weighted_sum.py, which adds the residual stream too,
                              and what the shared MLP gives, times its gate
 
+A shared MLP that is as wide as an expert is the stacks' last: of few tokens it runs with them.
+
 Weights are put into stacks as they are read, one expert beside the stack at a time; linears hold
 views of it. Where a linear holds another weight (a draft's view) or is watched (calibration), the
 experts run one after the other, as on a CPU.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +35,8 @@ from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunction
 from llmpq.runtime.models.norms import Norm
 
+MOST_BESIDE = 32
+"""Tokens of a step that go to the shared MLP as to an expert: more are a product of their own."""
 OLDEST = (8, 0)
 """Compute capability from which Triton drives the tensor cores."""
 
@@ -43,11 +48,14 @@ def sparse_mlp(
     shared: MLP | GatedMLP | None,
 ) -> SparseMLP:
     """Return the mixture of `count` experts, stacked where their weights allow it."""
-    up, down = ExpertStack(count), ExpertStack(count)
+    several = iter(experts)
+    first = next(several)
+    last = shared if isinstance(shared, GatedMLP) and _alike(shared, first) else None
+    up, down = (ExpertStack(count + (last is not None)) for _ in range(2))
     made: list[nn.Module] = []
     own: list[Linear] = []
     stacked = True
-    for index, expert in enumerate(experts):
+    for index, expert in enumerate(chain((first,), several)):
         alike = not made or type(expert) is type(made[0])
         fits = stacked and alike and _fit(up, down, expert)
         if fits:
@@ -66,7 +74,26 @@ def sparse_mlp(
         made.append(expert)
     if not stacked:
         return SparseMLP(routing, made, shared)
-    return GroupedMLP(routing, made, shared, up, down)
+    if last is not None:
+        last = _with_parts(last, _put(up, count, last.gate_up), _put(down, count, last.down))
+    return GroupedMLP(routing, made, shared if last is None else last, up, down, last=last)
+
+
+def _alike(shared: GatedMLP, expert: nn.Module) -> bool:
+    """Whether an MLP that all tokens share can be an expert more of a stack."""
+    if not isinstance(expert, GatedMLP) or shared.gate != expert.gate or not shared.gate.is_plain:
+        return False
+    parts = ((shared.gate_up, expert.gate_up), (shared.down, expert.down))
+    keys = [(part.weight.expert_key, other.weight.expert_key) for part, other in parts]
+    biased = any((part.bias is None) != (other.bias is None) for part, other in parts)
+    return not biased and all(key is not None and key == other for key, other in keys)
+
+
+def _with_parts(shared: GatedMLP, gate_up: Linear, down: Linear) -> GatedMLP:
+    """Return a shared MLP with other linears."""
+    if isinstance(shared, GatedSharedMLP):
+        return GatedSharedMLP(gate_up, down, shared.gate, shared.token_gate_1h)
+    return GatedMLP(gate_up, down, shared.gate)
 
 
 def _move(parts: Sequence[Linear], device: torch.device | str) -> None:
@@ -135,6 +162,8 @@ class Sending:
     """The rows themselves, or a row for each pair of token and expert."""
     weight_Tk: Tensor
     dispatch: ExpertDispatch
+    beside: bool = False
+    """Whether all tokens go to the stacks' last expert, too: the shared MLP."""
 
 
 def send(routing: Routing, x_Th: Tensor) -> Sending:
@@ -155,8 +184,13 @@ def sending(routing: Routing, x_Th: Tensor, weight_Tk: Tensor, expert_Tk: Tensor
     return Sending(x_Th, given_Ch, torch.ones_like(weight_Tk), dispatch)
 
 
-def norm_and_send(routing: Routing, between: Norm, x_Th: Tensor) -> Sending:
-    """Norm rows and choose their experts: of few rows in two launches."""
+def norm_and_send(
+    routing: Routing, between: Norm, x_Th: Tensor, *, beside: bool = False
+) -> Sending:
+    """Norm rows and choose their experts: of few rows in two launches.
+
+    `beside`: the shared MLP is the stacks' last expert, and may be sent to as well.
+    """
     experts, rule = routing.weight_Eh.shape[0], routing.rule
     plain = not between.centred and between.shape == x_Th.shape[1:]
     of_logits = routing.scale_h is None and _by_rule_alone(routing)
@@ -167,7 +201,9 @@ def norm_and_send(routing: Routing, between: Norm, x_Th: Tensor) -> Sending:
         bias_E=routing.bias_E,
         correction_E=routing.correction_E,
     )
-    return Sending(normed_Th, normed_Th, weight_Tk, assign(expert_Tk, experts))
+    beside = beside and len(x_Th) <= MOST_BESIDE and expert_Tk.numel() <= experts
+    dispatch = assign(expert_Tk, experts, beside=beside)
+    return Sending(normed_Th, normed_Th, weight_Tk, dispatch, beside)
 
 
 def _normed(part: Norm, x_Th: Tensor) -> Tensor:
@@ -187,9 +223,13 @@ class GroupedMLP(SparseMLP):
         shared: nn.Module | None,
         up: ExpertStack,
         down: ExpertStack,
+        *,
+        last: GatedMLP | None = None,
     ) -> None:
+        """`last`: the shared MLP, where it is the stacks' last expert."""
         super().__init__(routing, experts, shared)
         self._up, self._down = up, down
+        self._last = None if last is None else (last.gate_up.weight, last.down.weight)
 
     @property
     def asks_host(self) -> bool:
@@ -198,6 +238,15 @@ class GroupedMLP(SparseMLP):
         assert isinstance(first, (MLP, GatedMLP))
         parts = ((_first(first), self._up), (first.down, self._down))
         return any(part.weight is not s.first or part._forward_pre_hooks for part, s in parts)
+
+    @property
+    def _beside(self) -> bool:
+        """Whether the shared MLP is the stacks' last expert, and not watched."""
+        shared = self.shared
+        if self._last is None or not isinstance(shared, GatedMLP):
+            return False
+        parts = zip((shared.gate_up, shared.down), self._last, strict=True)
+        return all(part.weight is own and not part._forward_pre_hooks for part, own in parts)
 
     def _hidden(self, x_Th: Tensor, dispatch: ExpertDispatch) -> Tensor:
         """Return act(gate) * up of every pair [C, F], gated in the product where it can be.
@@ -236,13 +285,14 @@ class GroupedMLP(SparseMLP):
         if self.asks_host:
             made = super().forward(_normed(between, residual_Th)[None])
             return residual_BQh.add_(made.view(residual_BQh.shape))
-        rows = norm_and_send(self.routing, between, residual_Th)
+        rows = norm_and_send(self.routing, between, residual_Th, beside=self._beside)
         if self.reduce is not None:
             return self.reduce(self._summed(rows, None), residual_Th).view(residual_BQh.shape)
         return self._summed(rows, residual_Th).view(residual_BQh.shape)
 
     def _summed(self, rows: Sending, residual_Th: Tensor | None) -> Tensor:
-        return self._experts_sum(rows, residual_Th, shared=self._shared(rows.x_Th))
+        shared = None if rows.beside else self._shared(rows.x_Th)
+        return self._experts_sum(rows, residual_Th, shared=shared)
 
     def _shared(self, x_Th: Tensor) -> Shared | None:
         """Return what all tokens get, its gate to be multiplied by in the sum."""
@@ -253,14 +303,20 @@ class GroupedMLP(SparseMLP):
             return Shared(made_Th=shared(x_Th))
         wide, gate = shared.gate_up(x_Th), shared.gate
         hidden = gated_mlp.gate_mul(wide, gate.activation, limit=gate.limit, slope=gate.slope)
-        made_Th = shared.down(hidden)
-        if not isinstance(shared, GatedSharedMLP):
+        return self._share(shared.down(hidden), x_Th)
+
+    def _share(self, made_Th: Tensor, x_Th: Tensor) -> Shared:
+        """Return what the shared MLP made of x, with its gate, if it has one."""
+        if not isinstance(self.shared, GatedSharedMLP):
             return Shared(made_Th=made_Th)
-        return Shared(made_Th=made_Th, given_Th=x_Th, gate_1h=shared.token_gate_1h)
+        return Shared(made_Th=made_Th, given_Th=x_Th, gate_1h=self.shared.token_gate_1h)
 
     def _experts_sum(
         self, rows: Sending, residual_Th: Tensor | None, *, shared: Shared | None = None
     ) -> Tensor:
         hidden_CF = self._hidden(rows.given, rows.dispatch)
         y_Ch = self._down.product(hidden_CF, rows.dispatch, back=True)
+        if rows.beside:
+            last_Th = y_Ch.view(len(rows.x_Th), -1, y_Ch.shape[-1])[:, -1]
+            shared = self._share(last_Th, rows.x_Th)
         return weighted_sum(rows.weight_Tk, y_Ch, residual_Th, shared=shared)

@@ -6,6 +6,8 @@
                   blocks of tokens, but where channels decay
                   apart (KDA)
     gate          with its norm                                   gated_norm.py
+    all three     of a delta rule's rows of one token, without    delta_step.py
+                  drafts; its steps come with the norm in front   norm_route.py
     drafts        noted, their state moved on by when they are    notes.py
                   accepted, in the next step's own launches
 
@@ -24,26 +26,68 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.families.common.spec_values import Recurrent
+from llmpq.kernels.fused.norm_route import few, norm_product
 from llmpq.kernels.recurrent.convolve import convolve_rows
+from llmpq.kernels.recurrent.delta_step import Convolution, GatedNorm, delta_step, takes
 from llmpq.kernels.recurrent.gated_norm import gated_norm
 from llmpq.kernels.recurrent.notes import Notes, note_rows
 from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows, scans
 from llmpq.kernels.recurrent.state_walk import Recurrence, walk_rows
 from llmpq.plan import MAX_GAMMA
+from llmpq.runtime.backends.gpu.cuda_norms import is_rms
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.recurrent_states import LayerState
+from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer, in_factors
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Step
 
 
-def mix(part: RecurrentMixer, x_BQh: Tensor, into_BQE: Tensor, step: Step, kv: KVCache) -> Tensor:
+def norm_and_steps(
+    between: Norm, part: RecurrentMixer, x_BQh: Tensor, step: Step
+) -> tuple[Tensor, Tensor] | None:
+    """Return x normed and shares [S, T, J] of a delta rule's steps; None where a launch each does.
+
+    What `mix` takes in one launch.
+    """
+    weight, x_Th = part.step_weight, x_BQh.flatten(0, -2)
+    if weight is None or part.form.kind != "gated_delta" or not _at_once(part, step):
+        return None
+    if not is_rms(between) or not few(len(x_Th), x_Th.shape[1], len(weight)):
+        return None
+    normed_Th, steps_STJ = norm_product(x_Th, between.weight, between.eps, weight)
+    return normed_Th.view(x_BQh.shape), steps_STJ
+
+
+def _at_once(part: RecurrentMixer, step: Step) -> bool:
+    """Whether a step of a layer is one launch between its products: a token a row, no drafts."""
+    form, norm = part.form, part.mixer_norm
+    if not isinstance(step, PagedStep) or step.chunks or step.noted_FR is not None:
+        return False
+    by_heads = norm is not None and not norm.centred and norm.shape == (form.value_dim,)
+    delta = form.is_delta and part.conv_weight_C1K is not None
+    num_rows = step.rows_FR.shape[1]
+    return delta and by_heads and takes(num_rows, form.heads, form.key_dim, form.value_dim)
+
+
+def mix(
+    part: RecurrentMixer,
+    x_BQh: Tensor,
+    into_BQE: Tensor,
+    step: Step,
+    kv: KVCache,
+    *,
+    steps_STJ: Tensor | None = None,
+) -> Tensor:
     """Return what `mixer_out` takes [B, Q, C]; `into_BQE`: what `mixer_in` gave.
 
-    `RecurrentMixer.forward` is its twin.
+    `RecurrentMixer.forward` is its twin. `steps_STJ`: shares of a delta rule's steps, if they are
+    known (`norm_and_steps`).
     """
     assert isinstance(step, PagedStep) and kv.states is not None
     form, states = part.form, kv.states.layer(part.place)
+    if _at_once(part, step):
+        return _delta_step(part, x_BQh[0], into_BQE[0], states, step, kv.states.moves_1, steps_STJ)
     into_TE, delta = into_BQE[0], form.is_delta
 
     def convolved(inputs_TE: Tensor) -> Tensor:
@@ -97,6 +141,36 @@ def mix(part: RecurrentMixer, x_BQh: Tensor, into_BQE: Tensor, step: Step, kv: K
     )[None]
 
 
+def _delta_step(
+    part: RecurrentMixer,
+    x_Th: Tensor,
+    into_TE: Tensor,
+    states: LayerState,
+    step: PagedStep,
+    moves_1: Tensor,
+    steps_STJ: Tensor | None,
+) -> Tensor:
+    """Return [1, T, H P] of a delta rule's rows of one token, in one launch."""
+    form, norm, weight_C1K = part.form, part.mixer_norm, part.conv_weight_C1K
+    assert norm is not None and weight_C1K is not None
+    if steps_STJ is None:
+        gate_TC, steps_TJ = part.gate_and_steps(x_Th, into_TE)
+        steps_STJ = steps_TJ[None]
+    else:
+        gate_TC = into_TE[:, form.channels :]
+    return delta_step(
+        into_TE[:, : form.channels],
+        steps_STJ,
+        Convolution(weight_C1K=weight_C1K, bias_C=part.conv_bias_C),
+        _form_of(part),
+        GatedNorm(weight_P=norm.weight, eps=norm.eps, gate_TC=gate_TC, gate=form.gate),
+        states.tail_SKC,
+        states.matrix_SHNP,
+        step.rows_FR,
+        moves_1,
+    )[None]
+
+
 def _recurrence(
     part: RecurrentMixer,
     mixed_TC: Tensor,
@@ -107,18 +181,7 @@ def _recurrence(
     notes: Notes | None,
 ) -> Tensor:
     """Return what every place reads of its row's state, which moves on."""
-    decay_H = part.decay_H if part.fixed_decay_H is None else part.fixed_decay_H
-    assert decay_H is not None
-    form, rows_FR = part.form, step.rows_FR
-    recurrence = Recurrence(
-        delta=form.is_delta,
-        key_heads=form.key_heads,
-        decay_H=decay_H,
-        bias_H=part.step_bias_H,
-        skip_H=part.skip_H,
-        by_channel=form.kind == "kda",
-        beta_factor=form.beta_factor,
-    )
+    recurrence, rows_FR = _form_of(part), step.rows_FR
     if not step.chunks or recurrence.by_channel or not scans(mixed_TC.device):
         return walk_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1, notes=notes)
     short = FROM_TOKENS - 1
@@ -130,6 +193,22 @@ def _recurrence(
     slots_T = step.where.slots_T
     scan_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, slots_T, moves_1, out_TC)
     return out_TC
+
+
+def _form_of(part: RecurrentMixer) -> Recurrence:
+    """Return a layer's recurrence as kernels take it."""
+    form = part.form
+    decay_H = part.decay_H if part.fixed_decay_H is None else part.fixed_decay_H
+    assert decay_H is not None
+    return Recurrence(
+        delta=form.is_delta,
+        key_heads=form.key_heads,
+        decay_H=decay_H,
+        bias_H=part.step_bias_H,
+        skip_H=part.skip_H,
+        by_channel=form.kind == "kda",
+        beta_factor=form.beta_factor,
+    )
 
 
 assert MAX_GAMMA + 1 < FROM_TOKENS, "rows with drafts are walked"

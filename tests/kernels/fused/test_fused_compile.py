@@ -49,13 +49,15 @@ KERNELS = {
     "clamped": (gate_kernel, {"BLOCK": 2048, "ACT": "clamped_silu"}, {"num_warps": 4}),
     "weighted-sum": (
         weighted_sum_kernel,
-        {"TOP": 8, "BLOCK": 256, "HAS_X": True, "SHARED": False, "GATED": False},
+        {"TOP": 8, "ROWS": 8, "BLOCK": 256, "PADDED": 1, "HAS_X": True}
+        | {"SHARED": False, "GATED": False},
         {"num_warps": 1},
     ),
     "weighted-sum-shared": (
         weighted_sum_kernel,
-        {"TOP": 8, "BLOCK": 256, "HAS_X": True, "SHARED": True, "GATED": True},
-        {"num_warps": 1},
+        {"TOP": 8, "ROWS": 9, "BLOCK": 256, "PADDED": 2048, "HAS_X": True}
+        | {"SHARED": True, "GATED": True},
+        {"num_warps": 4},
     ),
     "head-norm": (
         head_norm_kernel,

@@ -37,6 +37,12 @@ def test_weighted_sums(dtype, tokens, per_token, columns):
         assert relative_error(got, want) < TOLERANCE[dtype]
         other = weighted_sum(weight.flip(1), made, residual, shared=shared)
         assert relative_error(other, want) > 0.1
+    last = normal(tokens, per_token + 1, columns, dtype=dtype, seed=5)  # what is shared comes last
+    apart = replace(gated, made_Th=last[:, -1])
+    want = weighted_sum_reference(weight, last[:, :-1].flatten(0, 1), x, shared=apart)
+    got = weighted_sum(weight, last.flatten(0, 1), x, shared=apart)
+    assert relative_error(got, want) < TOLERANCE[dtype]
+    want = weighted_sum_reference(weight, made, x, shared=gated)
     ungated = weighted_sum_reference(weight, made, x, shared=whole)
     assert relative_error(ungated, want) > 0.1, "the gate is seen"
 

@@ -18,6 +18,16 @@ pytestmark = [
 ]
 
 
+def pairs_of(dispatch):
+    """Return the pairs of each expert that has any, as the kernels find them."""
+    found = {}
+    for expert, first, end in dispatch.runs_E[: dispatch.most_runs].tolist():
+        if end > first:
+            found[expert] = sorted(found.get(expert, []) + dispatch.order_C[first:end].tolist())
+    assert sum(map(len, found.values())) == len(dispatch.order_C)
+    return found
+
+
 def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -71,10 +81,17 @@ def test_norm_and_choice_together(kind, tokens, monkeypatch):
     want, chosen = routing(rows)
     torch.testing.assert_close(made.x_Th, rows, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(made.weight_Tk, want, rtol=1e-5, atol=1e-6)
-    dispatch = assign(chosen, experts)
-    for name in ("order_C", "runs_E"):
-        assert torch.equal(getattr(made.dispatch, name), getattr(dispatch, name))
     assert made.dispatch.per_token == per_token
+    assert pairs_of(made.dispatch) == pairs_of(assign(chosen, experts))
+    both = norm_and_send(routing, norm, x, beside=True)
+    if both.beside:
+        assert both.dispatch.per_token == per_token + 1
+        found = pairs_of(both.dispatch)
+        assert [place // (per_token + 1) for place in found.pop(experts)] == list(range(tokens))
+        routed = {
+            e: [c + c // per_token for c in pairs] for e, pairs in pairs_of(made.dispatch).items()
+        }
+        assert found == routed
     assert norm_route.takes(x, experts, rule.groups) == (kind != "odd groups")
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from llmpq.kernels.recurrent.convolve import convolve_kernel, tail_kernel
+from llmpq.kernels.recurrent.delta_step import NUM_WARPS, delta_step_kernel
 from llmpq.kernels.recurrent.gated_norm import gated_norm_kernel
 from llmpq.kernels.recurrent.notes import note_kernel
 from llmpq.kernels.recurrent.state_scan import pairs_kernel, scan_kernel
@@ -24,6 +25,16 @@ SCAN |= {"PRECISION": "tf32", "FIXED": False}
 FLOAT32 = {"DELTA": True, "BLOCK_P": 32, "PRECISION": "ieee", "N": 32, "PADDED_N": 32}
 """Smaller keys: products without tensor cores are long code."""
 NOTED = {"NOTES": 7}
+STEP = {"HEADS": 32, "SHARED": 2, "N": 128, "P": 128, "PADDED_N": 128, "PADDED_P": 128, "TAPS": 4}
+STEP |= {
+    "PADDED": 4,
+    "BIAS": False,
+    "SHARES": 4,
+    "BY_CHANNEL": False,
+    "SIGMOID": False,
+    "weight_stride": 1,
+}
+KDA = {"SHARED": 1, "SHARES": 1, "BY_CHANNEL": True, "SIGMOID": True}
 KERNELS = {
     "convolve": (convolve_kernel, CONVOLVE, 4),
     "convolve-single": (convolve_kernel, CONVOLVE | SINGLE, 1),
@@ -37,6 +48,8 @@ KERNELS = {
     "delta": (walk_kernel, WALK | {"DELTA": True}, 2),
     "delta-few": (walk_kernel, WALK | {"DELTA": True, "BLOCK_P": 32}, 1),
     "delta-kda": (walk_kernel, WALK | {"DELTA": True, "BY_CHANNEL": True, "SHARED": 1}, 2),
+    "delta-step": (delta_step_kernel, STEP, NUM_WARPS),
+    "delta-step-kda": (delta_step_kernel, STEP | KDA, NUM_WARPS),
     "mamba2": (walk_kernel, WALK | MAMBA, 2),
     "lightning": (walk_kernel, WALK | FIXED, 2),
     "pairs-lightning": (pairs_kernel, SCAN | FIXED | {"SOLVED": 16, "MERGED": "tf32x3"}, 4),
@@ -69,7 +82,7 @@ def test_compiles_within_shared_memory(name, arch):
     for argument in kernel.arg_names:
         if argument in constants:
             continue
-        if argument in ("rows", "moves", "noted_rows"):
+        if argument in ("rows", "moves", "noted_rows", "arrived"):
             arguments[argument] = "*i32"
         elif argument == "slots":
             arguments[argument] = "*i64"

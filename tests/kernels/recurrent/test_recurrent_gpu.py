@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from llmpq.kernels.recurrent.convolve import convolve_rows
+from llmpq.kernels.recurrent.delta_step import delta_step
 from llmpq.kernels.recurrent.gated_norm import gated_norm
 from llmpq.kernels.recurrent.notes import note_rows
 from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows
@@ -20,6 +21,7 @@ from reference.recurrent_rows import (
     SINGLE,
     SINGLE_NOTED,
     SLOTS,
+    around,
     copy_of,
     normal,
     recurrent_inputs,
@@ -29,6 +31,7 @@ from reference.recurrent_rows import (
 )
 from reference.recurrent_twins import (
     convolve_rows_reference,
+    delta_step_reference,
     gated_norm_reference,
     note_rows_reference,
     walk_rows_reference,
@@ -103,6 +106,41 @@ def test_convolution(rows, taps, gated, channels):
     got = convolve_rows(*given, chunks=rows is not SINGLE, gated=gated)
     torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(own.cpu(), tails)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+@pytest.mark.parametrize("kind", ["delta", "kda"])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "nemotron"])
+def test_a_delta_rules_step_at_once(shape, kind, many):
+    """As the three launches it stands for, to the last bit of what they keep of a row's inputs."""
+    dtype = torch.float32 if shape.endswith("float32") else torch.bfloat16
+    rows = [(slot, 7 * slot % 5, 1) for slot in range(SLOTS)] if many else SINGLE
+    rows_FR, places = table(rows)
+    x, steps, form, states = recurrent_inputs(places, kind, **SHAPES[shape])
+    convolution, norm, tails = around(places, states, x.shape[1], bias=kind == "kda")
+    x, tails, parts = x.to(dtype), tails.to(dtype), normal(3, *steps.shape, seed=30)
+    norm = replace(norm, gate_TC=norm.gate_TC.to(dtype))
+    there = {
+        part: replace(
+            part,
+            **{
+                name: tensor.cuda()
+                for name, tensor in vars(part).items()
+                if isinstance(tensor, torch.Tensor)
+            },
+        )
+        for part in (convolution, norm)
+    }
+    own, own_tails = states.cuda(), tails.cuda()
+    moves = torch.ones(1, dtype=torch.int32, device="cuda")
+    want = delta_step_reference(x, parts, convolution, form, norm, tails, states, rows_FR)
+    given = x.cuda(), parts.cuda(), there[convolution], on_gpu(form), there[norm]
+    for _ in range(2):  # counters are left as they were found
+        got = delta_step(*given, own_tails.clone(), own.clone(), rows_FR.cuda(), moves)
+    got = delta_step(*given, own_tails, own, rows_FR.cuda(), moves)
+    assert_close(got, want.float(), dtype)
+    assert_close(own, states, dtype)
+    assert torch.equal(own_tails.cpu(), tails)
 
 
 BOTH = pytest.mark.parametrize(

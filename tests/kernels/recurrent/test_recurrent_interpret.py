@@ -8,6 +8,7 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.recurrent.convolve import convolve_rows
+from llmpq.kernels.recurrent.delta_step import delta_step
 from llmpq.kernels.recurrent.gated_norm import gated_norm
 from llmpq.kernels.recurrent.notes import note_rows
 from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows, scans
@@ -22,6 +23,7 @@ from reference.recurrent_rows import (
     SINGLE,
     SINGLE_NOTED,
     SLOTS,
+    around,
     copy_of,
     normal,
     recurrent_inputs,
@@ -31,6 +33,7 @@ from reference.recurrent_rows import (
 )
 from reference.recurrent_twins import (
     convolve_rows_reference,
+    delta_step_reference,
     gated_norm_reference,
     note_rows_reference,
     walk_rows_reference,
@@ -84,6 +87,28 @@ def test_walk(rows, kind, monkeypatch):
     walk_rows(mixed, steps, form, own, rows_FR, MOVES)
     torch.testing.assert_close(own, want_states)
     assert not torch.equal(want_states, states)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key_heads", "shares"), [("delta", 2, 3), ("delta", 1, 1), ("kda", 4, 1)]
+)
+def test_a_delta_rules_step_at_once(kind, key_heads, shares):
+    """As by three launches; four heads share the queries and keys of one, two or four."""
+    rows_FR, places = table(SINGLE)
+    x, steps, form, states = recurrent_inputs(places, kind, key_heads=key_heads)
+    convolution, norm, tails = around(places, states, x.shape[1], bias=kind == "kda")
+    parts = normal(shares, *steps.shape, seed=30) if shares > 1 else steps[None]
+    want_tails, want_states = tails.clone(), states.clone()
+    want = delta_step_reference(x, parts, convolution, form, norm, want_tails, want_states, rows_FR)
+    own_tails, own = tails.clone(), states.clone()
+    step = partial(delta_step, x, parts, convolution, form, norm, own_tails, own, rows_FR)
+    torch.testing.assert_close(step(STAYS), want, rtol=1e-4, atol=1e-5)
+    assert torch.equal(own, states) and torch.equal(own_tails, tails), "a row moved on"
+    torch.testing.assert_close(step(MOVES), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own, want_states)
+    torch.testing.assert_close(own_tails, want_tails)
+    assert not torch.equal(want_states, states)
+    assert not torch.equal(want_tails, tails)
 
 
 BOTH = pytest.mark.parametrize(

@@ -11,10 +11,11 @@ from llmpq.kernels.weights.codebook_weight import codebook_weight
 from llmpq.kernels.weights.fp8_weight import fp8_weight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
+from llmpq.runtime.backends.gpu import cuda_experts
 from llmpq.runtime.backends.gpu.cuda_experts import GroupedMLP, sparse_mlp
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.linear import Linear
-from llmpq.runtime.models.mlps import MLP, GatedMLP, GateFunction
+from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunction
 from llmpq.runtime.models.norms import Norm
 
 pytestmark = [
@@ -85,6 +86,31 @@ def test_a_layers_experts_are_added_to_the_stream(rows):
     biased = Norm(norm.weight, norm.weight + 1, 1e-5)
     want = x + plain(biased(x))
     torch.testing.assert_close(stacked.added(x.clone(), biased), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("experts", "rows"), [(5, 1), (5, 2), (40, 3), (40, 12)])
+def test_a_shared_mlp_as_wide_as_an_expert_is_one(experts, rows, gated, monkeypatch):
+    """Of few rows, sorted or not; of more, and where it is watched, it runs by itself."""
+    made = [GatedMLP(dense(2 * FFN, HIDDEN, e), dense(HIDDEN, FFN, 50 + e)) for e in range(experts)]
+    parts = dense(2 * FFN, HIDDEN, 97), dense(HIDDEN, FFN, 98)
+    gate = matrix(1, HIDDEN, 96)
+    own = GatedSharedMLP(*parts, GateFunction(), gate) if gated else GatedMLP(*parts)
+    routing = Routing(matrix(experts, HIDDEN, 99), 2)
+    plain, stacked = SparseMLP(routing, made, own), sparse_mlp(routing, made, experts, own)
+    assert isinstance(stacked, GroupedMLP) and isinstance(stacked.shared, type(own))
+    norm, x = Norm(matrix(1, HIDDEN, 6)[0], None, 1e-5), matrix(rows, HIDDEN, 7)[:, None]
+    want, alone = x + plain(norm(x)), []
+    handle = stacked.shared.down.register_forward_pre_hook(lambda *_: alone.append(1))
+    torch.testing.assert_close(stacked.added(x.clone(), norm), want, rtol=1e-4, atol=1e-5)
+    assert alone, "a watched one was not called"
+    handle.remove()
+    monkeypatch.setattr(Linear, "forward", lambda *_: pytest.fail("it ran by itself"))
+    torch.testing.assert_close(stacked.added(x.clone(), norm), want, rtol=1e-4, atol=1e-5)
+    monkeypatch.undo()
+    monkeypatch.setattr(cuda_experts, "MOST_BESIDE", rows - 1)
+    torch.testing.assert_close(stacked.added(x.clone(), norm), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stacked(x), plain(x), rtol=1e-4, atol=1e-5)
 
 
 def test_another_weight_or_a_watcher_is_heeded():

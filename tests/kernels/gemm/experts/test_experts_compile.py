@@ -17,6 +17,7 @@ from llmpq.kernels.gemm.experts.expert_blocks import (  # noqa: E402
 from llmpq.kernels.gemm.experts.expert_dispatch import ASSIGN_STEP  # noqa: E402
 from llmpq.kernels.gemm.experts.expert_kernel import (  # noqa: E402
     assign_kernel,
+    assign_pairs_kernel,
     dense_expert_kernel,
     packed_expert_kernel,
 )
@@ -112,6 +113,9 @@ def test_dense_products_compile(arch, dtype, bm, fuse):
 def test_places_compile(arch):
     for step, warps in ((256, 4), (ASSIGN_STEP, 8)):
         build(assign_kernel, arch, "bf16", {"STEP": step, "EP": 128}, num_warps=warps)
+    for step, beside in ((16, False), (512, True)):
+        constants = {"STEP": step, "BESIDE": beside}
+        build(assign_pairs_kernel, arch, "bf16", constants, num_warps=1)
 
 
 @pytest.mark.thin

@@ -38,7 +38,7 @@ def normal(*shape, dtype=torch.float16):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 700])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 700])
 def test_pairs_are_sorted_by_expert(tokens):
     expert_TK = routing(tokens, 6, 3)
     dispatch, flat = assign(expert_TK, 6), expert_TK.flatten()
@@ -48,7 +48,12 @@ def test_pairs_are_sorted_by_expert(tokens):
     runs = torch.stack([torch.arange(6), ends - counts, ends], 1)
     if dispatch.blocks is None:  # who has rows first
         runs = runs[counts.eq(0).long().argsort(stable=True)]
-    assert torch.equal(dispatch.runs_E.long(), runs)
+    own = dispatch.runs_E.long()
+    if expert_TK.numel() <= 6:  # a run for each pair, of which the first of an expert's has rows
+        assert len(own) == expert_TK.numel() == dispatch.most_runs
+        own, runs = (found[found[:, 1] < found[:, 2]] for found in (own, runs))
+        own = own[own[:, 0].argsort()]
+    assert torch.equal(own, runs)
 
 
 @pytest.mark.parametrize("tokens", [1, 90, 300])
