@@ -184,6 +184,15 @@ class DrawnPrompts:
         self.longest = max(map(len, self.prompts)) + NEW
         self.answers = [oracle.greedy(prompt) for prompt in self.prompts]
         self._logprobs: dict[int, Tensor] = {}
+        if not self.turns_with_length:
+            self._require_one_answer()
+
+    def _require_one_answer(self) -> None:
+        """Refuse a model of which Transformers, with a cache, gives other tokens than without."""
+        for index, (prompt, answer) in enumerate(zip(self.prompts, self.answers, strict=True)):
+            whole = self._logprobs_of(index)[len(prompt) - 1 : -1].argmax(-1).tolist()
+            if whole != answer:
+                raise ValueError(f"Transformers gives {answer} with its cache, {whole} without")
 
     def _logprobs_of(self, index: int) -> Tensor:
         """Return log-probabilities [T, V] behind every token of a prompt and its answer."""
