@@ -401,9 +401,10 @@ class CudaStageRunner(StageRunner):
         if capture and self.mtp is not None:
             for counts in self._head_steps(self.mtp, rows, gamma):
                 self.mtp.further(self._zeros(StepKind.DECODE, counts, ())[0])
-            for count in self.mtp.single.sizes(rows) if gamma and self.mtp.in_rounds else ():
-                each = [gamma + 1] * count
-                self.mtp.further_round(self._zeros(StepKind.MIXED, each, (0,) * gamma)[0])
+            for count in self.mtp.single.sizes(rows) if gamma else ():
+                if self.mtp.rounds(count, gamma):
+                    each = [gamma + 1] * count
+                    self.mtp.further_round(self._zeros(StepKind.MIXED, each, (0,) * gamma)[0])
         self._times.forget()
 
     def _head_steps(self, head: CudaMtpDrafts, rows: int, gamma: int) -> Iterator[list[int]]:

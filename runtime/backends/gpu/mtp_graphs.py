@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput
+from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.mtp_rounds import MtpRoundGraphs, drafting_order
 from llmpq.runtime.backends.gpu.paged_graphs import PagedGraphs
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
@@ -27,6 +27,9 @@ from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step import StepMessage
+
+MOST_LOGITS_BYTES = 32 << 20
+"""Of all places of a round: its graph keeps room for them, which no plan counts."""
 
 
 class MtpGraphs(PagedGraphs):
@@ -67,7 +70,11 @@ class CudaMtpDrafts(MtpDrafts):
         self._make_round: Callable[[int], MtpRoundGraphs] = partial(
             MtpRoundGraphs, model, kv, head, **options
         )
-        self.in_rounds: bool = kv.starts_on_device and kv.states is None and model.reduce is None
+        self._slots, self._places = options["num_slots"], 0
+        """Of a verify that a round may follow."""
+        if kv.starts_on_device and kv.states is None and model.reduce is None:
+            item = head.hidden_norm.weight.element_size()
+            self._places = MOST_LOGITS_BYTES // (model.spec.vocab * item)
         self._rounds: dict[int, MtpRoundGraphs] = {}
         """Number of drafts -> rounds of so many."""
 
@@ -75,6 +82,10 @@ class CudaMtpDrafts(MtpDrafts):
         """Capture where the stage's own steps are."""
         for graphs in (self.single, self._several):
             graphs.share(others)
+
+    def rounds(self, num_rows: int, gamma: int) -> bool:
+        """Whether so many rows draft in rounds, if all are greedy."""
+        return rounded_rows(num_rows, self._slots) * (gamma + 1) <= self._places
 
     def round(
         self, message: StepMessage, hidden_1Th: Tensor
@@ -84,12 +95,11 @@ class CudaMtpDrafts(MtpDrafts):
         None where the head has yet to be given more than this step's hidden states, or a row drafts
         no more: `draft` does those.
         """
-        if not self.in_rounds or not all(
-            self._is_steady(message, row) for row in range(message.num_rows)
-        ):
+        gamma = max(max(row.drafts_wanted, len(row.drafts)) for row in message.paged)
+        steady = (self._is_steady(message, row) for row in range(message.num_rows))
+        if not self.rounds(message.num_rows, gamma) or not all(steady):
             return None
         self.kv.take_rows(message.paged, message.starts)
-        gamma = max(max(row.drafts_wanted, len(row.drafts)) for row in message.paged)
         table_BK = self._round_graphs(gamma).run(message, hidden_1Th).table_BK
         assert table_BK is not None
         new: list[list[int]] = [[] for _ in message.slots]

@@ -14,7 +14,7 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.backends.build_stage import build_head, build_stage
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
-from llmpq.runtime.backends.gpu.mtp_graphs import CudaMtpDrafts
+from llmpq.runtime.backends.gpu.mtp_graphs import MOST_LOGITS_BYTES, CudaMtpDrafts
 from llmpq.runtime.backends.gpu.mtp_rounds import MtpRoundGraphs
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.recurrent_states import with_states
@@ -110,7 +110,9 @@ def test_drafts_of_the_head_change_no_token(
     with torch.inference_mode():
         stages.computes[-1].warm_up(2, 7, gamma=3)
     head = stages.computes[-1].mtp
-    assert isinstance(head, CudaMtpDrafts) and head.in_rounds
+    assert isinstance(head, CudaMtpDrafts) and head.rounds(2, 3)
+    places = MOST_LOGITS_BYTES // (4 * spec.vocab)
+    assert head.rounds(1, places - 1) and not head.rounds(1, places)
     rounds, run_round = [], MtpRoundGraphs.run
 
     def noted(self: MtpRoundGraphs, message: StepMessage, hidden: Any) -> Any:
