@@ -84,6 +84,9 @@ def main() -> int:
     parser.add_argument("--signals", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so long")
+    parser.add_argument(
+        "--slower", type=float, default=1.0, help="times as long as on an idle machine"
+    )
     parser.add_argument("--only", help="jobs, with commas between them")
     parser.add_argument("--write", action="store_true", help="add a row to results/chaos.jsonl")
     given = parser.parse_args()
@@ -94,8 +97,9 @@ def main() -> int:
         jobs = [job for job in jobs_in(folder) if given.only is None or job.name in given.only]
         expected = whole_output(folder) if any(job.output for job in jobs) else []
         while seen.signals < given.signals and time.monotonic() < end_s:
-            interrupt(rng.choice(jobs), folder, rng, seen, expected)
+            interrupt(rng.choice(jobs), folder, rng, seen, expected, given.slower)
     ends_s = sorted(seen.ends_s)
+    print(*seen.wrong, sep="\n")
     said = {
         "signals": seen.signals, "wrong": len(seen.wrong), "whole": seen.whole,
         "codes": dict(sorted(seen.codes.items())), "p50_s": quantile(ends_s, 0.5),
@@ -175,11 +179,17 @@ def tokens_of(output: Path) -> list[list[int]]:
 
 
 def interrupt(
-    job: Job, folder: Path, rng: random.Random, seen: Seen, expected: list[list[int]]
+    job: Job,
+    folder: Path,
+    rng: random.Random,
+    seen: Seen,
+    expected: list[list[int]],
+    slower: float,
 ) -> None:
     """Run a command, interrupt it, and look at what is left."""
     mark = secrets.token_hex(8)
-    how, delay_s = rng.choice((signal.SIGINT, signal.SIGTERM)), rng.uniform(0.0, job.usual_s)
+    how = rng.choice((signal.SIGINT, signal.SIGTERM))
+    delay_s = rng.uniform(0.0, slower * job.usual_s)
     again_s = rng.uniform(0.0, 2.0) if rng.random() < 1 / 6 else None
     said = folder / "stderr"
     with said.open("w") as errors:
@@ -227,7 +237,8 @@ def interrupt(
     if sockets:
         seen.wrong.append(f"{what}: left {sockets}")
     look_at_rows(job, what, code, seen, expected)
-    print(f"{seen.signals} {what}: code {code} in {seen.ends_s[-1]:.2f} s", flush=True)
+    last = (errors_text.strip().splitlines() or [""])[-1]
+    print(f"{seen.signals} {what}: code {code} in {seen.ends_s[-1]:.2f} s: {last[:80]}", flush=True)
 
 
 def send(process: subprocess.Popen[bytes], how: signal.Signals) -> None:

@@ -71,6 +71,8 @@ class LoadReport:
     """Layers that the device had already, from the stage before on it."""
     compiled_s: float = 0.0
     """What compiling kernels took that were not there."""
+    warm_s: float = 0.0
+    """What running and capturing steps to come took, beside that."""
     runner: str = ""
     """Class that computes the stage's steps: which engine it is, read off."""
 

@@ -313,7 +313,8 @@ class EngineStarter:
         if self._launcher is None:
             self._launcher = make_launcher(self.plan, self._settings.options).__enter__()
             self._backend = backend
-        client = PipelineClient(self.plan, self._settings, self._cluster, on_load)
+        settings = replace(self._settings, awaited=bool(self.recoveries))
+        client = PipelineClient(self.plan, settings, self._cluster, on_load)
         self.client = client
         if self._cancelled:
             raise StageLostError("the engine was closed")

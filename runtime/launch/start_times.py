@@ -1,7 +1,7 @@
 """How long the parts of a start took, and from that how long the next one will take.
 
-A process that is fresh has to be there; every stage loads the layers that it does not hold, warms
-up, and is connected to the others. Stages do so side by side.
+A process that is fresh has to be there; every stage loads the layers that it does not hold, and is
+connected to the others. Stages do so side by side. The first start warms them up, too.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class StartModel:
         other precisions are not either."""
         self._precisions: set[Precision] = set()
         """Of layers that were loaded so far."""
-        self._warm_s: dict[DeviceOf, float] = {}
-        """Seconds of a load that layers did not take: the KV cache, warming up."""
+        self._rest_s: dict[DeviceOf, float] = {}
+        """Seconds of a load beside layers and warming up, which no start in place of another
+        does: the KV cache."""
 
     def learn(
         self,
@@ -71,8 +72,8 @@ class StartModel:
             if place.threads is None:  # a CPU's kernels are of all precisions, compiled once
                 self._compile_s = max(self._compile_s, load.compiled_s)
             self._precisions.update(place.precisions)
-            rest_s = took.load_s.get(index, load.seconds) - load.layers_s - load.compiled_s
-            self._warm_s[own] = max(0.0, rest_s)
+            known_s = load.layers_s + load.compiled_s + load.warm_s
+            self._rest_s[own] = max(0.0, took.load_s.get(index, load.seconds) - known_s)
 
     def predicted_s(self, plan: Plan, before: Plan, left: Collection[DeviceOf]) -> float:
         """Return how long a start of a plan will take.
@@ -89,9 +90,9 @@ class StartModel:
         num_new = place.num_layers - (num_held(worker, before) if is_left else 0)
         own = device_of(place)
         usual_s = statistics.median(self._layer_s.values()) if self._layer_s else 0.0
-        warm_s = statistics.median(self._warm_s.values()) if self._warm_s else 0.0
+        rest_s = statistics.median(self._rest_s.values()) if self._rest_s else 0.0
         compile_s = 0.0 if self._precisions.issuperset(place.precisions) else self._compile_s
-        return self._warm_s.get(own, warm_s) + compile_s + num_new * self._layer_s.get(own, usual_s)
+        return self._rest_s.get(own, rest_s) + compile_s + num_new * self._layer_s.get(own, usual_s)
 
 
 def num_held(worker: Worker, before: Plan) -> int:

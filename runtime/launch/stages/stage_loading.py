@@ -59,8 +59,11 @@ def load_stage(
             mode, pool.size, layers=layers, kv=pool.plan.workload.kv, head=head
         )
         report, drafted = replace(report, draft_bytes=extra), pool.options.fixed_gamma or 0
+    began_s = time.perf_counter()
     compute.warm_up(limits.decode_rows, limits.step_tokens, gamma=drafted, capture=capture)
-    return compute, replace(report, compiled_s=compute.compiled_s + library_s)
+    warm_s = time.perf_counter() - began_s - compute.compiled_s
+    report = replace(report, compiled_s=compute.compiled_s + library_s, warm_s=warm_s)
+    return compute, report
 
 
 def warm_up_together(pool: PoolPlan, compute: StageRunner) -> None:

@@ -7,6 +7,7 @@ The first line is {"index": 0, "plan": {...}, "settings": {...}, "lowest_priorit
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from typing import Any
@@ -62,11 +63,20 @@ def make(first: dict[str, Any]) -> Any:
     from llmpq.runtime.gc_freeze import gc_freeze
     from llmpq.runtime.launch.stages.stage_wire import RemoteStageWorker
 
+    is_frozen = gc.get_freeze_count() > 0
+    """Whether this was forked with all modules frozen: a model alone is looked through quickly."""
+
     class ProcessWorker(RemoteStageWorker):
         def load(self) -> Any:
             report = self.__getattr__("load")()
-            gc_freeze()  # the process has nothing else
+            if not is_frozen:
+                gc_freeze()  # the process has nothing else
             return report
+
+        def move(self, *data: Any) -> None:
+            if not is_frozen:
+                gc.unfreeze()  # the model, of which another one may need the room
+            super().move(*data)
 
         def run(self) -> Any:
             if first.get("lowest_priority"):

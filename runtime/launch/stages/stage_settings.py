@@ -25,6 +25,8 @@ class StageSettings:
     """Its node's own address, at which other hosts' stages reach it; None: all are on this host."""
     network_interface: str | None = None
     """Over which stages of several hosts talk, where it is not the one of `address`."""
+    awaited: bool = False
+    """Whether requests wait for the stage: steps are then warmed up by the first of each size."""
 
     def to_data(self) -> dict[str, Any]:
         """Return the settings as JSON data."""

@@ -179,7 +179,7 @@ class StageWorker:
         spec, source = self._model(device)
         self._plan.require_model(spec)
         self._loaded = PoolPlan(self._plan, spec, self._settings.options)
-        moved, parts = self._held is not None, None
+        parts = None
         if self._held is not None:
             parts, self._held = self._held.parts_for(self._plan), None  # others are freed
         self._compute, report = load_stage(
@@ -187,7 +187,7 @@ class StageWorker:
             on_layer=self._on_layer,
             reduce=self._reduce,
             held=parts,
-            capture=not moved,
+            capture=not self._settings.awaited,
         )
         if self._index == 0 and self._drafter is None:
             rows = self._max_rows
@@ -313,7 +313,6 @@ class StageWorker:
         if compute is not None:  # it has loaded
             parts = compute.model.held
             del compute
-            gc.unfreeze()
             gc.collect()  # models, graphs and their modules refer to each other
             if self._gpu is not None:
                 torch.cuda.empty_cache()
