@@ -45,7 +45,7 @@ from llmpq.runtime.report.job_report import (
 from llmpq.runtime.request_output import NO_ROOM, RequestOutput
 from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows, require_no_answers
 from llmpq.runtime.text.batch_rows import BatchRow, answer_line, error_line
-from llmpq.runtime.text.made_with import made_by, made_with
+from llmpq.runtime.text.made_with import made_by, made_with, replaced
 from llmpq.runtime.text.request_factory import PreparedPrompt
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.topology import Topology
@@ -78,13 +78,14 @@ class MadeWith:
     def __init__(self, plan: Plan | Topology, model_dir: str) -> None:
         self._model_dir, self._default_tokens = model_dir, plan.workload.gen_len
         self._known = [(own, made_by(own, model_dir)) for own in plan.plans]
+        self._planned = self._known[0][1]
 
     def __call__(self, row: BatchRow, plan: Plan | None = None) -> Mapping[str, Any]:
         """Return it of a row that ended under a plan; None: the first one."""
         common = next((common for own, common in self._known if own is plan or plan is None), None)
         if common is None:
             assert plan is not None
-            common = made_by(plan, self._model_dir)
+            common = replaced(self._planned, made_by(plan, self._model_dir))
             self._known = [*self._known[-MOST_PLANS:], (plan, common)]
         return made_with(row, common, self._default_tokens)
 

@@ -17,6 +17,8 @@ from llmpq.plan import Plan
 from llmpq.precision import Precision
 from llmpq.runtime.text.batch_rows import BatchRow
 
+INSTEAD_OF = "instead_of"
+"""What an answer was planned to be made with, where devices came or went."""
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
@@ -51,8 +53,23 @@ def made_with(row: BatchRow, common: Mapping[str, Any], default_tokens: int) -> 
     return fields | dict(row.more)
 
 
+def replaced(planned: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what answers are made with once another plan has taken the place of a run's own.
+
+    It says what it stands for, so that the run can go on with its own plan (`--resume`).
+    """
+    other = {key: value for key, value in planned.items() if now.get(key) != value}
+    return {**now, INSTEAD_OF: other} if other else dict(now)
+
+
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return what an answer was made with and would not be now, a phrase each."""
+    """Return what an answer was made with and would not be now, a phrase each.
+
+    One that was made under a plan that took another one's place counts as that one's.
+    """
+    planned = found.get(INSTEAD_OF)
+    if isinstance(planned, Mapping):
+        found = {**{key: value for key, value in found.items() if key != INSTEAD_OF}, **planned}
     keys = dict.fromkeys([*wanted, *found])
     return [
         f"{key} was {_shown(found.get(key))}, now it is {_shown(wanted.get(key))}"

@@ -9,7 +9,13 @@ import pytest
 
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.text.batch_rows import Defaults, text_row
-from llmpq.runtime.text.made_with import differences, digest, made_by, made_with
+from llmpq.runtime.text.made_with import (
+    differences,
+    digest,
+    made_by,
+    made_with,
+    replaced,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -52,6 +58,18 @@ def test_differences_are_named():
         "top_k was 5, now it is not given",
     ]
     assert differences({"model": "a 12"}, {"model": "b 12"}) == [], "another name of its folder"
+
+
+def test_what_a_plan_after_a_loss_made_counts_as_planned(make_plan, demo_model):
+    planned = made_by(make_plan(demo_model, ()), demo_model)
+    lower = replaced(planned, made_by(make_plan(demo_model, (), bits="w4a16"), demo_model))
+    assert lower["weights"].startswith("w4a16") and differences(lower, planned) == []
+    assert lower["instead_of"] == {"weights": "w16a16 x8"}
+    assert replaced(planned, planned) == planned, "other devices alone change nothing"
+    other = made_by(make_plan(demo_model, (), bits="w8a16"), demo_model)
+    assert [one.partition(" ")[0] for one in differences(lower, other)] == ["weights"]
+    damaged = differences({**planned, "instead_of": "x"}, planned)
+    assert [one.partition(" ")[0] for one in damaged] == ["instead_of"]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,6 +95,44 @@ def test_stages_run_on_the_nodes_their_plan_names(address, files):
     assert "CPU-0 on there" in done.stderr and "CPU-1 on here" in done.stderr
     rows = [json.loads(line) for line in (files / "out.jsonl").read_text().splitlines()]
     assert [row["error"] for row in rows] == [None, None]
+
+
+def stages_of(address: str) -> list[psutil.Process]:
+    """Return the stages of a Ray: its raylets have the number of its port in their folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any("RemoteStageWorker" in word for word in process.info["cmdline"] or ()):
+            parent = process.parent()
+            words = [] if parent is None else parent.cmdline()
+            if any(f"llmpq-{address.rpartition(':')[2]}" in word for word in words):
+                found.append(process)
+    return found
+
+
+def test_rows_of_a_driver_that_is_killed_go_on_with_resume(address, files):
+    rows = [
+        {"prompt": [5 + n, 7, 9], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        for n in range(200)
+    ]
+    (files / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = ("run", *JOB, "--cluster", "cluster.yaml", "--address", address)
+    command = [sys.executable, "-m", "llmpq.runtime", *job]
+    with subprocess.Popen(command, cwd=files, env=os.environ | LOCKED) as driver:
+        end_s = time.monotonic() + LIMIT_S
+        output = files / "out.jsonl"
+        while not (output.exists() and output.read_text().count("\n") > 3):
+            assert driver.poll() is None and time.monotonic() < end_s
+            time.sleep(0.02)
+        stages = stages_of(address)
+        driver.kill()
+    finished = [json.loads(line)["index"] for line in output.read_text().splitlines()]
+    assert len(stages) == 2 and 3 < len(finished) < len(rows)
+    assert psutil.wait_procs(stages, timeout=60)[1] == [], "stages end with their driver"
+    done = dist(files, *job, "--resume")
+    assert done.returncode == 0, done.stderr
+    whole = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["index"] for row in whole] == list(range(len(rows)))
+    assert all(len(row["tokens"]) == 16 for row in whole)
 
 
 def test_the_preflight_looks_at_both_nodes(address, files):
