@@ -35,6 +35,7 @@ from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint, open
 from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
+FILE = "model.safetensors"
 TOKENS = [5, 30, 77, 120, 9, 61, 62, 63, 64, 11, 12]
 BASE: dict[str, Any] = {
     "vocab_size": 192,
@@ -394,3 +395,27 @@ def test_hybrids_as_published_are_their_numbers(
     assert num_kept >= 3, "codes stay codes"
     planned, loaded = planned_and_loaded(form)
     assert planned == loaded
+
+
+def test_experts_in_one_tensor_of_codes_are_their_numbers(dense_of: Any, tmp_path: Path) -> None:
+    """Granite 4 as llm-compressor writes it: FP8 [E, N, K], a scale for each row [E, N, 1]."""
+    dense = dense_of("granitemoehybrid")
+    stored = load_file(dense / "model.safetensors")
+    codes, numbers = dict(stored), dict(stored)
+    for name in [name for name in stored if name.endswith("put_linear.weight")]:
+        if stored[name].ndim < 3:
+            continue
+        scale = stored[name].abs().amax(-1, keepdim=True) / 448
+        codes[name] = (stored[name] / scale).to(torch.float8_e4m3fn)
+        numbers[name], codes[f"{name}_scale"] = codes[name].float() * scale, scale
+    assert len(codes) == len(stored) + 4
+    config = json.loads((dense / "config.json").read_text())
+    said = {**config, "quantization_config": described("compressed-tensors", {"experts": "FP8"})}
+    for path, tensors, words in (("f", codes, said), ("n", numbers, config)):
+        (tmp_path / path).mkdir()
+        save_file({k: v.contiguous() for k, v in tensors.items()}, tmp_path / path / FILE)
+        (tmp_path / path / "config.json").write_text(json.dumps(words))
+    want = logits(tmp_path / "n")
+    assert relative(logits(tmp_path / "f"), want) < 1e-5 < relative(want, logits(dense))
+    layers = stored_layers(tmp_path / "f", ModelSpec.from_directory(tmp_path / "f"))
+    assert layers is not None and {layer.stored for layer in layers} == {Precision.W8A16}
