@@ -46,7 +46,8 @@ PLAN = ("benchmarks", "clusters", "docs", "llmpq", "planner")
 APART = frozenset((*ALONE, "hosts")) - {"quick"}
 """Tiers that are asked for alone: a file of nothing else has no test of another."""
 LONGEST = (
-    "models/test_more_families.py", "models/test_recurrent_families.py",
+    "models/test_more_families.py", "cli/test_topologies.py", "models/test_recurrent_families.py",
+    "traffic/test_traffic_search.py", "launch/test_shared_stages.py",
     "engine/test_tensor_parallel.py", "serve/test_every_door.py", "drafts/test_speculation.py",
     "solving/test_topology_search.py", "engine/test_paged_engine.py",
     "exact/test_exact.py", "front/test_front.py", "cli/test_eval_command.py",
