@@ -16,6 +16,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 1 << 22
 _CONNECT_S = 5.0
+_END_S = 5.0
+"""How long an answer under way may take once no more are wanted: a plan is searched for 3 s at most,
+by a library whose threads must not be there when the interpreter ends."""
 _log = logging.getLogger("llmpq.run")
 
 
@@ -61,8 +65,9 @@ def answering(llm: LLM) -> Iterator[None]:
         _log.warning("llmpq-dist devices cannot reach this command: %s", error)
         yield
         return
+    answers: list[threading.Thread] = []
     thread = threading.Thread(
-        target=_serve, args=(listener, llm), daemon=True, name="llmpq control"
+        target=_serve, args=(listener, llm, answers), daemon=True, name="llmpq control"
     )
     thread.start()
     try:
@@ -72,6 +77,9 @@ def answering(llm: LLM) -> Iterator[None]:
             listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         path.unlink(missing_ok=True)
+        end_s = time.monotonic() + _END_S
+        for answer in list(answers):
+            answer.join(max(0.0, end_s - time.monotonic()))
 
 
 def sockets() -> dict[int, Path]:
@@ -105,13 +113,16 @@ def ask(path: Path, question: Mapping[str, Any]) -> Any:
     return answer["value"]
 
 
-def _serve(listener: socket.socket, llm: LLM) -> None:
+def _serve(listener: socket.socket, llm: LLM, answers: list[threading.Thread]) -> None:
+    """Answer each connection in a thread; `answers` gets those under way."""
     while True:
         try:
             connection, _ = listener.accept()
         except OSError:
             return
-        threading.Thread(target=_answer, args=(connection, llm), daemon=True).start()
+        answer = threading.Thread(target=_answer, args=(connection, llm), daemon=True)
+        answer.start()
+        answers[:] = [answer, *(one for one in answers if one.is_alive())]
 
 
 def _answer(connection: socket.socket, llm: LLM) -> None:
