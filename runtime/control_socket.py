@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _MOST_BYTES = 1 << 22
 _CONNECT_S = 5.0
 _END_S = 5.0
-"""How long an answer under way may take once no more are wanted: a plan is searched for 3 s at most,
-by a library whose threads must not be there when the interpreter ends."""
+"""How long an answer under way may take once no more are wanted: a plan is searched for 3 s at
+most, by a library that must not compute when the interpreter ends."""
 _log = logging.getLogger("llmpq.run")
 
 
