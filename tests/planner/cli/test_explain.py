@@ -85,7 +85,7 @@ def _predicted(capsys: pytest.CaptureFixture[str], *flags: str) -> Predicted:
 
 SHORT = {
     "bits, KV, context or batch": (
-        "--global_bz 33 --bits 8,16",
+        "--global_bz 33 --bits 8,16 --engines 1",
         "even at w8a16 and kv16, large-0 is short by # for 33 requests of 612 tokens at once; what "
         "fits: --kv 8, or --bits 4,8, or --global_bz #, or --s #, or one more small, or cpu=16GB "
         "among the devices (first token after # s, then # tokens/s a request)",
