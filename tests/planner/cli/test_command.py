@@ -335,7 +335,10 @@ def test_cards_that_are_left_out_decide_no_dtype(
     ("devices", "left"),
     [
         ("T4:4,3090", "T4, which have no bfloat16, are left out: with them all stages would"),
-        ("V100-32:2,A6000", "V100-32GB, which have no bfloat16, are left out: with them all stages"),
+        (
+            "V100-32:2,A6000",
+            "V100-32GB, which have no bfloat16, are left out: with them all stages",
+        ),
         ("T4:2,3060", "T4 has no bfloat16, the checkpoint's dtype: all stages compute in float32"),
     ],
 )
