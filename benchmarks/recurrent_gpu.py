@@ -29,8 +29,7 @@ from llmpq.runtime.backends.build_stage import stage_over_pool
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.step import StepMessage, message_of_rows
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import BLOCK_TOKENS
@@ -79,18 +78,13 @@ def stage(model: StageModel, rows: int, max_len: int, step_tokens: int) -> Stage
 def message(kind: StepKind, rows: int, start: int, count: int) -> StepMessage:
     """Return a step of rows alike, each in blocks of its own."""
     each = -(-(start + count) // BLOCK_TOKENS)
-    return StepMessage(
-        kind=kind,
-        slots=range(rows),
-        starts=[start] * rows,
-        num_new=[count] * rows,
-        sample_steps=[0] * rows,
-        sampling=[SamplerConfig()] * rows,
-        tokens=[
-            [(row * count + place) * STRIDE % TOKENS for place in range(count)]
-            for row in range(rows)
-        ],
-        paged=[
+    return message_of_rows(
+        kind,
+        range(rows),
+        [start] * rows,
+        [count] * rows,
+        tokens=[place * STRIDE % TOKENS for place in range(rows * count)],
+        rows=[
             PagedRow(slot=row, new_blocks=tuple(range(row * each, (row + 1) * each)))
             for row in range(rows)
         ],

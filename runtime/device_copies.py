@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -47,7 +49,14 @@ def to_host_async(result: Tensor) -> Tensor | HostCopy:
     return HostCopy(value, copied)
 
 
-Values = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]]
+Values = (
+    Sequence[int]
+    | Sequence[float]
+    | Sequence[Sequence[int]]
+    | Sequence[Sequence[float]]
+    | NDArray[np.int64]
+    | NDArray[np.float64]
+)
 
 
 def upload(values: Values, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -58,4 +67,7 @@ def upload(values: Values, dtype: torch.dtype, device: torch.device | str) -> Te
     device = torch.device(device)
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
+    if isinstance(values, np.ndarray):
+        pinned = torch.empty(values.shape, dtype=dtype, pin_memory=True)
+        return pinned.copy_(torch.from_numpy(values)).to(device, non_blocking=True)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -1,7 +1,9 @@
 """One request on its way through the engine: the micro-batches it travels in, and the mailbox
 between the driver and the first stage's loop.
 
-Knows nothing of devices or text: tokens in, tokens out. Standard library only.
+Knows nothing of devices or text: tokens in, tokens out. No torch.
+
+Legend: B rows of a step, T their new tokens, one row's behind the other's.
 """
 
 from __future__ import annotations
@@ -14,10 +16,15 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Literal
 
-from llmpq.errors import ContextLengthError
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.token_rules import LogitsConstraints
+import numpy as np
+from numpy.typing import NDArray
 
+from llmpq.errors import ContextLengthError
+from llmpq.runtime.row_sampling import RowSampling
+from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.token_rules import NO_RULES, LogitsConstraints
+
+Ints = NDArray[np.int64]
 FinishReason = Literal["stop", "length", "abort"]
 
 PENDING_TOKEN = -1
@@ -123,7 +130,7 @@ class Request:
 
 @dataclass(slots=True, kw_only=True)  # not frozen: making one would take three times as long
 class PagedRow:
-    """What a step says of one row beyond its tokens."""
+    """What a step says of a row beyond its tokens; most rows of a step need none."""
 
     slot: int
     samples: bool = True
@@ -143,8 +150,6 @@ class PagedRow:
     """Blocks of others, and under which number hosts are to keep them, before all else."""
     loads: tuple[tuple[int, int], ...] = ()
     """Numbers that hosts keep for the request, and the blocks where they go."""
-    admission: int = 0
-    """The how many-th admission of the request it belongs to."""
     loads_state: int = -1
     """The snapshot of recurrent states that its request begins from; -1 without one."""
     saves_state: int = -1
@@ -155,30 +160,85 @@ class PagedRow:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StepRequests:
+    """The requests of a step's rows, and of each what is alike in all its steps."""
+
+    requests: list[Request]
+    numbers: tuple[int, ...]
+    """Of the requests."""
+    outputs: list[list[int]]
+    """Each request's own list of its new tokens."""
+    sampling: RowSampling
+    rules_B: Ints
+    """Numbers by which the last stage knows rules, `NO_RULES` of a request without; or empty."""
+
+    @classmethod
+    def of(cls, requests: list[Request]) -> StepRequests:
+        """Collect what there is of some requests."""
+        rules = [NO_RULES if request.rules is None else request.id for request in requests]
+        return cls(
+            requests,
+            tuple([request.id for request in requests]),
+            [request.output for request in requests],
+            RowSampling([request.sampling for request in requests]),
+            np.array(rules if set(rules) - {NO_RULES} else [], dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MicroBatch:
-    """One unit of work for the pipeline: `tokens[b]` are the new tokens of `requests[b]`."""
+    """One unit of work for the pipeline: rows of requests, each with new tokens."""
 
     seq: int
     kind: StepKind
-    requests: list[Request]
-    starts: list[int]
+    of: StepRequests
+    slots_B: Ints
+    starts_B: Ints
     """Tokens in each request's cache before this step."""
-    tokens: list[list[int]]
-    rows: tuple[PagedRow, ...]
-    """One for each request; that of a row without news may be its last one."""
-    sample_steps: list[int]
+    num_new_B: Ints
+    """New tokens of each row."""
+    tokens_T: Ints
+    """They; `PENDING_TOKEN` where a step under way has yet to bring one."""
+    sample_steps_B: Ints
     """Index of the token that each row samples."""
+    news: Mapping[int, PagedRow]
+    """By row what there is to say of it beyond its tokens; nothing of most."""
+    num_decoding: int = 0
+    """So many rows, the first ones, only decode: a token each, without drafts."""
+    members_B: Ints
+    """Each request's row of the scheduler's table (engine/request_table.py)."""
+    arrivals_B: Ints
+    """How many requests were submitted before it: what is in its row later is another."""
+    admissions_B: Ints
+    """The how many-th admission of the request each row belongs to."""
+    changes: int
+    """How often a request had come or gone by then."""
+
+    @property
+    def requests(self) -> list[Request]:
+        """Whose rows they are."""
+        return self.of.requests
+
+    @property
+    def not_only_decoding(self) -> list[int]:
+        """Rows with news, and those that do more than decode: all first rows of a request."""
+        first = [row for row in self.news if row < self.num_decoding]
+        return [*first, *range(self.num_decoding, len(self.of.requests))]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The new tokens of each row."""
+        ends = np.cumsum(self.num_new_B).tolist()
+        tokens: list[int] = self.tokens_T.tolist()
+        return [tokens[end - n : end] for end, n in zip(ends, self.num_new_B.tolist(), strict=True)]
 
     @property
     def num_prompt_tokens(self) -> int:
         """New tokens that stand in a prompt."""
-        steps = zip(self.requests, self.starts, self.tokens, strict=True)
-        return sum(min(len(t), max(0, len(r.prompt) - s)) for r, s, t in steps)
-
-    @property
-    def max_end(self) -> int:
-        """Longest cache after this step."""
-        return max(s + len(t) for s, t in zip(self.starts, self.tokens, strict=True))
+        first = self.num_decoding
+        starts, counts = self.starts_B[first:].tolist(), self.num_new_B[first:].tolist()
+        rows = zip(self.requests[first:], starts, counts, strict=True)
+        return sum(min(count, max(0, len(r.prompt) - start)) for r, start, count in rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +301,10 @@ class Halt:
     """Ends all loops with the steps under way; requests stay as they are."""
 
 
+NewTokens = tuple[Sequence[int], Sequence[int]]
+"""Numbers of requests, and a new token of each; one that got several stands there as often."""
+
+
 @dataclass
 class Mailbox:
     """Requests on their way to the first stage's loop, and its outputs on their way back."""
@@ -250,7 +314,8 @@ class Mailbox:
     )
     """Submissions; None closes: the loop ends when all submitted requests have ended."""
     finished: deque[Finished] = field(default_factory=deque)
-    tokens: dict[int, list[int]] = field(default_factory=dict)
+    tokens: list[NewTokens] = field(default_factory=list)
+    """Of each step, in order; sorted out by request where they are collected, beside the loop."""
     awaited: bool = False
     """Whether there is something for which the driver is woken."""
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -267,9 +332,11 @@ class Mailbox:
         with self.changed:
             self.changed.wait_for(lambda: self.awaited, timeout_s)
             self.awaited = False
-            outputs = EngineOutputs(
-                finished=list(self.finished), tokens=self.tokens, progress=self.progress
-            )
+            finished, steps, progress = list(self.finished), self.tokens, self.progress
             self.finished.clear()
-            self.tokens = {}
-            return outputs
+            self.tokens = []
+        tokens: dict[int, list[int]] = {}
+        for numbers, new in steps:
+            for number, token in zip(numbers, new, strict=True):
+                tokens.setdefault(number, []).append(token)
+        return EngineOutputs(finished=finished, tokens=tokens, progress=progress)

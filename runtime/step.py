@@ -8,71 +8,143 @@ attention and the choice of tokens know where each row is.
 
 Everything a forward decides on is a host value, so no device is asked for anything while it runs.
 
-Legend: B rows, Q new tokens per row, T keys in sight, H query heads.
+Legend: B rows, Q new tokens per row, T new tokens of all rows, H query heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from llmpq.runtime.device_copies import upload
-from llmpq.runtime.request import MicroBatch, PagedRow, StepKind
+from llmpq.runtime.request import Ints, MicroBatch, PagedRow, StepKind
+from llmpq.runtime.row_sampling import RowSampling
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.token_rules import NO_RULES
 
 Derived = TypeVar("Derived")
 
 
-@dataclass(frozen=True, kw_only=True)
+_NONE = np.zeros(0, dtype=np.int64)
+NO_NEWS = PagedRow(slot=-1)
+"""Of rows that only decode: a token that brings another one."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepMessage:
     """One micro-batch as a stage sees it: numbers only, no request objects."""
 
     kind: StepKind
     seq: int = 0
-    slots: Sequence[int] = ()
-    starts: Sequence[int] = ()
-    num_new: Sequence[int] = ()
-    sample_steps: Sequence[int] = ()
+    slots_B: Ints = field(default_factory=lambda: _NONE)
+    starts_B: Ints = field(default_factory=lambda: _NONE)
+    num_new_B: Ints = field(default_factory=lambda: _NONE)
+    sample_steps_B: Ints = field(default_factory=lambda: _NONE)
     """Index of the token each row samples, which seeds its random draw."""
-    sampling: Sequence[SamplerConfig] = ()
-    requests: Sequence[int] = ()
+    sampling: RowSampling = field(default_factory=RowSampling)
+    rules_B: Ints = field(default_factory=lambda: _NONE)
     """Numbers of the rows' requests, by which the last stage knows their rules; -1 without any."""
-    tokens: Sequence[Sequence[int]] = field(default=(), repr=False)
-    """New tokens of each row: known to the first stage, and to others that ask for them."""
-    paged: Sequence[PagedRow] = ()
-    """What a stage's cache has to know of each row."""
+    tokens_T: Ints = field(default_factory=lambda: _NONE, repr=False)
+    """New tokens, one row's behind the other's: known to the first stage, and to others that ask
+    for them."""
+    news: Mapping[int, PagedRow] = field(default_factory=dict)
+    """What a stage's cache has to know of rows, and what these do beyond decoding a token."""
     every_place: bool = False
     """Whether hidden states of all places are wanted behind the last layer, by the first of a
     stage's devices, which has the head and gives this message to the others."""
 
     @property
     def sends_tokens(self) -> bool:
-        """Whether the last stage needs the rows' tokens; `paged` has the drafts."""
-        return any(row.drafts_wanted >= 0 for row in self.paged)
+        """Whether the last stage needs the rows' tokens; `news` has the drafts."""
+        return any(row.drafts_wanted >= 0 for row in self.news.values())
 
-    @property
+    @cached_property
     def q_len(self) -> int:
         """New tokens of the longest row."""
-        return max(self.num_new, default=0)
+        return int(self.num_new_B.max(initial=0))
 
     @property
     def num_rows(self) -> int:
         """Requests in the micro-batch."""
-        return len(self.slots)
+        return len(self.slots_B)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """New tokens of all rows."""
+        return int(self.num_new_B.sum())
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of its hidden states: the rows' tokens, one row behind the other."""
-        return 1, sum(self.num_new)
+        return 1, self.num_tokens
 
-    def tokens_1T(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the new tokens, one row's behind the other's."""
-        return upload([[token for row in self.tokens for token in row]], torch.long, device)
+    @property
+    def rows_with_news(self) -> list[PagedRow]:
+        """What there is to say of some rows, in order."""
+        return list(self.news.values())
+
+    @property
+    def starts_with_news(self) -> list[int]:
+        """Where these rows start."""
+        return [int(self.starts_B[row]) for row in self.news]
+
+    def row(self, number: int) -> PagedRow:
+        """Return what there is to say of a row."""
+        return self.news.get(number, NO_NEWS)
+
+    def tokens_of(self, number: int) -> list[int]:
+        """Return the new tokens of a row."""
+        first = int(self.num_new_B[:number].sum())
+        tokens: list[int] = self.tokens_T[first : first + int(self.num_new_B[number])].tolist()
+        return tokens
+
+    @property
+    def samples_B(self) -> NDArray[np.bool_]:
+        """Whether each row's last token brings a new one."""
+        samples_B = np.ones(self.num_rows, dtype=np.bool_)
+        samples_B[[number for number, row in self.news.items() if not row.samples]] = False
+        return samples_B
+
+    @property
+    def wanted_B(self) -> Ints:
+        """How many logits each row wants: of its newest tokens."""
+        wanted_B = np.ones(self.num_rows, dtype=np.int64)
+        for number, row in self.news.items():
+            wanted_B[number] = 1 + len(row.drafts) if row.samples else 0
+        return wanted_B
+
+    @property
+    def revocable_B(self) -> Ints:
+        """How many of each row's last tokens are drafts, none of which counts yet."""
+        if self.kind is StepKind.DRAFT:
+            return self.num_new_B
+        revocable_B = np.zeros(self.num_rows, dtype=np.int64)
+        for number, row in self.news.items():
+            revocable_B[number] = len(row.drafts)
+        return revocable_B
+
+    def of_rows(self, rows: Sequence[int]) -> StepMessage:
+        """Return a message of some of the rows, in order; tokens are left out."""
+        if len(rows) == self.num_rows:
+            return self
+        at = np.array(rows, dtype=np.int64)
+        return replace(
+            self,
+            slots_B=self.slots_B[at],
+            starts_B=self.starts_B[at],
+            num_new_B=self.num_new_B[at],
+            sample_steps_B=self.sample_steps_B[at],
+            sampling=RowSampling([self.sampling[row] for row in rows]),
+            rules_B=self.rules_B[at] if len(self.rules_B) else self.rules_B,
+            tokens_T=_NONE,
+            news={place: self.news[row] for place, row in enumerate(rows) if row in self.news},
+        )
 
 
 STOP = StepMessage(kind=StepKind.STOP)
@@ -80,45 +152,69 @@ STOP = StepMessage(kind=StepKind.STOP)
 
 def describe(micro_batch: MicroBatch) -> StepMessage:
     """Return the message of a micro-batch the scheduler issued."""
-    requests, rows = micro_batch.requests, micro_batch.rows
     return StepMessage(
         kind=micro_batch.kind,
         seq=micro_batch.seq,
-        slots=[row.slot for row in rows],
-        starts=micro_batch.starts,
-        num_new=[len(tokens) for tokens in micro_batch.tokens],
-        sample_steps=micro_batch.sample_steps,
-        sampling=[request.sampling for request in requests],
-        requests=[NO_RULES if request.rules is None else request.id for request in requests],
-        tokens=micro_batch.tokens,
-        paged=rows,
+        slots_B=micro_batch.slots_B,
+        starts_B=micro_batch.starts_B,
+        num_new_B=micro_batch.num_new_B,
+        sample_steps_B=micro_batch.sample_steps_B,
+        sampling=micro_batch.of.sampling,
+        rules_B=micro_batch.of.rules_B,
+        tokens_T=micro_batch.tokens_T,
+        news=micro_batch.news,
     )
 
 
-def num_revocable(message: StepMessage) -> list[int]:
-    """Return how many of each row's last tokens are drafts, none of which counts yet."""
-    if message.kind is StepKind.DRAFT:
-        return list(message.num_new)
-    return [len(row.drafts) for row in message.paged]
+def message_of_rows(
+    kind: StepKind,
+    slots: Sequence[int],
+    starts: Sequence[int],
+    counts: Sequence[int],
+    *,
+    tokens: Sequence[int] | None = None,
+    rows: Sequence[PagedRow] = (),
+    sampling: SamplerConfig | None = None,
+) -> StepMessage:
+    """Return a step of rows that are no requests': to be timed, captured, or of the MTP head.
+
+    `tokens`: one row's behind the other's, zeros by default. `rows`: what there is to say of each.
+    """
+    count = len(slots)
+    num_new_B = np.array(counts, dtype=np.int64)
+    return StepMessage(
+        kind=kind,
+        slots_B=np.array(slots, dtype=np.int64),
+        starts_B=np.array(starts, dtype=np.int64),
+        num_new_B=num_new_B,
+        sample_steps_B=np.zeros(count, dtype=np.int64),
+        sampling=RowSampling([sampling or SamplerConfig()] * count),
+        tokens_T=np.array([0] * num_new_B.sum() if tokens is None else tokens, dtype=np.int64),
+        news=dict(enumerate(rows)),
+    )
 
 
-def result_width(rows: Sequence[PagedRow]) -> int:
+def result_width(news: Mapping[int, PagedRow]) -> int:
     """Return the columns of a result: one token, or where drafts were verified a count and tokens.
 
     Where drafts are wanted of the last stage, their count and they follow.
     """
-    longest = max(len(row.drafts) for row in rows)
-    wanted = max(row.drafts_wanted for row in rows)
+    longest = max((len(row.drafts) for row in news.values()), default=0)
+    wanted = _most_wanted(news)
     return (2 + longest if longest else 1) + (1 + wanted if wanted > 0 else 0)
 
 
-def result_drafts(result_BK: Tensor, rows: Sequence[PagedRow]) -> list[list[int]]:
+def result_drafts(result_BK: Tensor, news: Mapping[int, PagedRow]) -> list[list[int]]:
     """Return the drafts that the last stage sent with a step's tokens; empty where it sent none."""
-    wanted = max(row.drafts_wanted for row in rows)
+    wanted = _most_wanted(news)
     if wanted <= 0:
         return []
     table: list[list[int]] = result_BK[:, -1 - wanted :].tolist()
     return [row[1 : 1 + row[0]] for row in table]
+
+
+def _most_wanted(news: Mapping[int, PagedRow]) -> int:
+    return max((row.drafts_wanted for row in news.values()), default=-1)
 
 
 @dataclass(frozen=True, kw_only=True)

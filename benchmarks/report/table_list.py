@@ -250,12 +250,12 @@ TABLES: dict[
         column="way",
         show=lambda row: f"{row['value']:.0f} ({row['value'] / row['baselines']['greedy']:.2f})",
     ),
-    "scheduler_step": Pivot(
+    "decode_host": Pivot(
         file="engine.jsonl",
-        bench="scheduler_step",
-        index=("running", "waiting"),
-        value_title="us per step and running request",
-        show=lambda row: f"{row['value']:.2f}",
+        bench="decode_host",
+        index=("part", "rows"),
+        value_title="us of the host's processor a step (before)",
+        show=lambda row: f"{row['value']:.0f} ({row['baselines']['before']:.0f})",
     ),
     "acceptance": Pivot(
         file="speculation.jsonl",

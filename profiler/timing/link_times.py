@@ -24,9 +24,8 @@ from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.launch.stages.stage_host import talk_over
 from llmpq.runtime.links.device_links import connect_devices
 from llmpq.runtime.links.transport import GlooTransport, MessageSizes, join_gloo, more_connections
-from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.request import StepKind
+from llmpq.runtime.step import StepMessage, message_of_rows
 
 ROWS = 8
 TOKENS = (1, 8, 64, 256)
@@ -146,15 +145,7 @@ def _answer_burst(transport: GlooTransport) -> None:
 
 
 def _message(tokens: int) -> StepMessage:
-    return StepMessage(
-        kind=StepKind.PREFILL,
-        slots=range(ROWS),
-        starts=[0] * ROWS,
-        num_new=[tokens] * ROWS,
-        sample_steps=[0] * ROWS,
-        sampling=[SamplerConfig()] * ROWS,
-        paged=[PagedRow(slot=row) for row in range(ROWS)],
-    )
+    return message_of_rows(StepKind.PREFILL, range(ROWS), [0] * ROWS, [tokens] * ROWS)
 
 
 def _echo(transport: GlooTransport) -> None:

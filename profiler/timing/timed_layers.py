@@ -34,7 +34,7 @@ from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.step import StepMessage, message_of_rows
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import first_seen_block, pool_blocks
 from llmpq.sizes.pool_size import PoolSize
@@ -156,10 +156,10 @@ class TimedModel:
         if self.device.type != "cpu":
             compute.leave_on_device(tokens=True)
         message = step_message(case, size, self._sampling)
-        compute.kv.take_rows(message.paged, message.starts)
+        compute.kv.take_rows(message.rows_with_news, message.starts_with_news)
         hidden_1Th = None
         if stage.embedding is None:
-            shape = (1, sum(message.num_new), self.spec.hop_features)
+            shape = (1, message.num_tokens, self.spec.hop_features)
             hidden_1Th = torch.randn(shape, device=self.device, dtype=dtype)
         call = compute.repeatable(_without_new_blocks(message), hidden_1Th)
 
@@ -248,15 +248,13 @@ def step_message(case: TimedCase, size: PoolSize, sampling: SamplerConfig) -> St
         starts, num_new = [end - q_len for end in ends], [q_len] * case.v
     drafts = (0,) * (q_len - 1) if phase is Phase.VERIFY else ()
     each, seen = _blocks(case), size.window_blocks // case.v
-    return StepMessage(
-        kind=_KINDS[phase],
-        slots=range(case.v),
-        starts=starts,
-        num_new=num_new,
-        sample_steps=[0] * case.v,
-        sampling=[sampling] * case.v,
-        tokens=[[0] * count for count in num_new],
-        paged=[
+    return message_of_rows(
+        _KINDS[phase],
+        range(case.v),
+        starts,
+        num_new,
+        sampling=sampling,
+        rows=[
             PagedRow(
                 slot=row,
                 drafts=drafts,
@@ -291,15 +289,15 @@ def _without_new_blocks(message: StepMessage) -> StepMessage:
     """Return the step as one that goes on in blocks its rows have had before."""
     return replace(
         message,
-        paged=[
-            PagedRow(
+        news={
+            number: PagedRow(
                 slot=row.slot,
                 drafts=row.drafts,
                 first_block=len(row.new_blocks),
                 first_window_block=row.first_window_block + len(row.new_window_blocks),
             )
-            for row in message.paged
-        ],
+            for number, row in message.news.items()
+        },
     )
 
 

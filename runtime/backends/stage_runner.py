@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -28,7 +28,7 @@ from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.ruled_sampling import ConstrainedSampler
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.step import RaggedStep, StepMessage, num_revocable
+from llmpq.runtime.step import RaggedStep, StepMessage, message_of_rows
 from llmpq.runtime.trace import KindTotals
 from llmpq.sizes.pool_size import READS_KV4, PoolSize, draft_pool, mtp_pool
 from llmpq.sizes.state_size import NOTED_TOKENS
@@ -156,22 +156,18 @@ class StageRunner:
         A token each [B, 1], -1 of rows that sample nothing; where drafts were verified, how many
         tokens and those (see `result_width`).
         """
-        self.kv.take_rows(message.paged, message.starts)
-        wanted = [num_wanted(row) for row in message.paged]
-        num_tokens = sum(message.num_new)
+        self.kv.take_rows(message.rows_with_news, message.starts_with_news)
+        num_tokens = message.num_tokens
         step = RaggedStep.of_rows(
-            message.slots,
-            message.starts,
-            message.num_new,
-            wanted=wanted,
-            revocable=num_revocable(message),
+            message.slots_B.tolist(),
+            message.starts_B.tolist(),
+            message.num_new_B.tolist(),
+            wanted=message.wanted_B.tolist(),
+            revocable=message.revocable_B.tolist(),
             width=cpu_padded(num_tokens),
             device=self._device,
         )
-        if hidden_BQH is None:
-            x = torch.tensor([[token for row in message.tokens for token in row]])
-        else:
-            x = hidden_BQH
+        x = torch.from_numpy(message.tokens_T)[None] if hidden_BQH is None else hidden_BQH
         extra = step.q_len - num_tokens
         if extra:
             x = functional.pad(x, (0, extra) if x.dim() == 2 else (0, 0, 0, extra))
@@ -182,10 +178,10 @@ class StageRunner:
             model, kv = self.draft.model, self.draft.kv
         states = self.kv.states
         if states is not None:
-            states.load(message.paged)
+            states.load(message.rows_with_news)
         output = model(x.to(self._device), step, kv)
         if states is not None:
-            states.save(message.paged)
+            states.save(message.rows_with_news)
         if self.model.head is None:
             return output[:, :num_tokens].cpu()
         if message.kind is StepKind.DRAFT:
@@ -200,8 +196,9 @@ class StageRunner:
 
     def _drafted(self, logits_BV: Tensor, message: StepMessage) -> Tensor:
         """Return the tokens [B] of a draft step, and note what they were drawn from."""
-        tokens_B, probs = draft_tokens(logits_BV, message.sampling, message.sample_steps)
-        self._draft_probs.note(message.slots, message.starts, probs)
+        steps = message.sample_steps_B.tolist()
+        tokens_B, probs = draft_tokens(logits_BV, message.sampling, steps)
+        self._draft_probs.note(message.slots_B.tolist(), message.starts_B.tolist(), probs)
         return tokens_B
 
     def repeatable(
@@ -219,25 +216,26 @@ class StageRunner:
 
     def _pick(self, logits_NV: Tensor, message: StepMessage, rows: list[list[int]]) -> None:
         """Put the new tokens of the rows that sample in their places."""
-        wanted = [num_wanted(row) for row in message.paged]
-        first = [sum(wanted[:row]) for row in range(len(wanted))]
-        for count in sorted(set(wanted) - {0}):
-            alike = [row for row, own in enumerate(wanted) if own == count]
-            places = [first[row] + place for row in alike for place in range(count)]
+        wanted_B = message.wanted_B
+        first_B = np.cumsum(wanted_B) - wanted_B
+        slots, starts, steps = (
+            of_rows.tolist()
+            for of_rows in (message.slots_B, message.starts_B, message.sample_steps_B)
+        )
+        for count in sorted(set(wanted_B.tolist()) - {0}):
+            alike = np.flatnonzero(wanted_B == count).tolist()
+            places = (first_B[alike][:, None] + np.arange(count)).ravel().tolist()
             logits = logits_NV[upload(places, torch.long, logits_NV.device)]
             if count == 1:
-                tokens = self.sampler.pick(logits, rows_of(message, alike))
+                tokens = self.sampler.pick(logits, message.of_rows(alike))
                 found = [[token] for token in tokens.tolist()]
             else:
                 found = accept(
                     logits.view(len(alike), count, -1),
-                    [message.paged[row].drafts for row in alike],
-                    [
-                        self._draft_probs.take(message.slots[row], message.starts[row], count - 1)
-                        for row in alike
-                    ],
+                    [message.row(row).drafts for row in alike],
+                    [self._draft_probs.take(slots[row], starts[row], count - 1) for row in alike],
                     [message.sampling[row] for row in alike],
-                    [message.sample_steps[row] for row in alike],
+                    [steps[row] for row in alike],
                 )
             for row, new in zip(alike, found, strict=True):
                 rows[row] = new
@@ -247,7 +245,7 @@ class StageRunner:
         assert self.model.head is not None
         for row, span in enumerate(step.spans):
             own = hidden_BQH[:, span.first : span.first + span.count]
-            self.sampler.score_prompts(self.model.head, own, rows_of(message, [row]))
+            self.sampler.score_prompts(self.model.head, own, message.of_rows([row]))
 
     def warm_up(self, rows: int, step_tokens: int, *, gamma: int = 0, capture: bool = True) -> None:
         """Run steps of zeros through the first block, so that first times count as others.
@@ -268,17 +266,8 @@ class StageRunner:
 
     def _run_zeros(self, kind: StepKind, count: int) -> float:
         """Run `count` rows of one token, or chunks that fit the first block; return the seconds."""
-        message = StepMessage(
-            kind=kind,
-            slots=[0] * count,
-            starts=[0] * count,
-            num_new=[1] * count,
-            sample_steps=[0] * count,
-            sampling=[],
-            tokens=[[0]] * count,
-            paged=[PagedRow(slot=0, samples=False, new_blocks=(0,), new_window_blocks=(0,))]
-            * count,
-        )
+        row = PagedRow(slot=0, samples=False, new_blocks=(0,), new_window_blocks=(0,))
+        message = message_of_rows(kind, [0] * count, [0] * count, [1] * count, rows=[row] * count)
         hidden = None
         if self.model.embedding is None:
             hidden = torch.zeros((1, count, self.model.spec.hop_features), dtype=self._dtype)
@@ -292,9 +281,11 @@ def result_table(
 ) -> Tensor:
     """Return the table of new tokens, and of drafts behind them (`step_message.result_width`)."""
     table = [list(row) for row in rows]
-    wanted = max(row.drafts_wanted for row in message.paged)
-    if any(row.drafts for row in message.paged):
-        width = 1 + max(len(row.drafts) for row in message.paged)
+    news = message.rows_with_news
+    wanted = max((row.drafts_wanted for row in news), default=-1)
+    longest = max((len(row.drafts) for row in news), default=0)
+    if longest:
+        width = 1 + longest
         table = [[len(row), *row, *[0] * (width - len(row))] for row in rows]
     if wanted > 0:
         assert drafts is not None, "drafts need the head that predicts them"
@@ -310,23 +301,3 @@ def _rungs(step_tokens: int) -> list[int]:
         rungs.append(count)
         count -= 1 << max(0, (count - 1).bit_length() - 4)
     return rungs
-
-
-def num_wanted(row: PagedRow) -> int:
-    """Return how many logits a row wants: of its newest tokens."""
-    return 1 + len(row.drafts) if row.samples else 0
-
-
-def rows_of(message: StepMessage, rows: Sequence[int]) -> StepMessage:
-    """Return a message of some of the rows; tokens are left out."""
-    return replace(
-        message,
-        slots=[message.slots[row] for row in rows],
-        starts=[message.starts[row] for row in rows],
-        num_new=[message.num_new[row] for row in rows],
-        sample_steps=[message.sample_steps[row] for row in rows],
-        sampling=[message.sampling[row] for row in rows],
-        requests=[message.requests[row] for row in rows] if message.requests else (),
-        tokens=(),
-        paged=[message.paged[row] for row in rows],
-    )

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from llmpq.kernels.kv.paged.paged_rows import TokenPlaces
+from llmpq.kernels.kv.paged.paged_rows import Ints, Rows, TokenPlaces
 from llmpq.kernels.kv.reference import Scoring
 from llmpq.runtime.cache.forwarding_kv import DraftedKV, ForwardingKV, KVByShape
 from llmpq.runtime.cache.gpu_packed_kv import turned
@@ -40,19 +40,19 @@ class GpuForwardingKV(ForwardingKV, GpuPagedKVBase):
 
     def table(
         self,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
+        slots: Rows,
+        starts: Rows,
+        counts: Rows,
         *,
         num_rows: int,
         num_places: int,
-    ) -> list[list[int]]:
+    ) -> Ints:
         """Return a step's rows as the kernels of each pool read them, one behind the other."""
         given = (slots, starts, counts)
         tables = [p.table(*given, num_rows=num_rows, num_places=num_places) for p in self._pools]
-        return [row for table in tables for row in table]
+        return np.concatenate(tables)
 
-    def work_split(self, table: Sequence[Sequence[int]]) -> Numbers:
+    def work_split(self, table: Ints) -> Numbers:
         """Return what each program of attention takes, of all pools."""
         ends = zip(self._pools, self._fields, self._fields[1:], strict=False)
         each = (pool.work_split(table[a:b]) for pool, a, b in ends)

@@ -28,7 +28,7 @@ from llmpq.kernels.kv.paged.packed_pages import (
     attend_packed_pages,
 )
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
-from llmpq.kernels.kv.paged.paged_rows import TokenPlaces
+from llmpq.kernels.kv.paged.paged_rows import Ints, TokenPlaces
 from llmpq.kernels.kv.reference import Scoring
 from llmpq.kernels.kv.storage import KVLayer
 from llmpq.model_spec import ModelSpec
@@ -109,7 +109,7 @@ class GpuPackedKV(GpuPagedKVBase):
                 found = row.new_blocks[start // BLOCK_TOKENS - 1 - row.first_block]
                 self._resume(row.slot, start, found)
 
-    def work_split(self, table: Sequence[Sequence[int]]) -> Numbers:
+    def work_split(self, table: Ints) -> Numbers:
         """Return what each of attention's programs takes of a rows' table."""
         values: Numbers = self.launches.work_split(table)
         return values

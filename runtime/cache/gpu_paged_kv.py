@@ -23,7 +23,15 @@ from torch import Tensor
 from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.kv.paged.paged_attend import paged_attend
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
-from llmpq.kernels.kv.paged.paged_rows import WORK_SPLIT, TokenPlaces, row_table, split_work, spread
+from llmpq.kernels.kv.paged.paged_rows import (
+    WORK_SPLIT,
+    Ints,
+    Rows,
+    TokenPlaces,
+    row_table,
+    split_work,
+    spread,
+)
 from llmpq.kernels.kv.prompt_attend import WIDEST, prompt_attend
 from llmpq.kernels.kv.reference import Scoring
 from llmpq.model_spec import ModelSpec
@@ -142,13 +150,13 @@ class GpuPagedKV(GpuPagedKVBase):
 
     def table(
         self,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
+        slots: Rows,
+        starts: Rows,
+        counts: Rows,
         *,
         num_rows: int,
         num_places: int,
-    ) -> list[list[int]]:
+    ) -> Ints:
         """Return a step's rows as paged_attend.py reads them."""
         return row_table(
             *(slots, starts, counts),
@@ -159,7 +167,7 @@ class GpuPagedKV(GpuPagedKVBase):
             window=self.launches.window,
         )
 
-    def work_split(self, table: Sequence[Sequence[int]]) -> Numbers:
+    def work_split(self, table: Ints) -> Numbers:
         """Return what attention's programs take of a rows' table."""
         plan = self.launches
         return split_work(table, plan.programs, windowed=plan.window > 0)

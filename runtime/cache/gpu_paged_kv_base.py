@@ -9,19 +9,17 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from llmpq.kernels.kv.paged.paged_rows import FIELDS, TokenPlaces, spread
+from llmpq.kernels.kv.paged.paged_rows import FIELDS, Ints, Rows, TokenPlaces, spread
 from llmpq.kernels.kv.reference import Scoring
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.device_copies import upload
 from llmpq.runtime.models.rotary import StepRotation
 from llmpq.runtime.step import Step
 
-Numbers = Sequence[int] | NDArray[np.int64]
+Numbers = Sequence[int] | Ints
 """Some of what is sent of a step; of thousands an array, for lists of them take milliseconds."""
 
 
@@ -37,19 +35,17 @@ class GpuPagedKVBase(PagedKV):
 
     def table(
         self,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
+        slots: Rows,
+        starts: Rows,
+        counts: Rows,
         *,
         num_rows: int,
         num_places: int,
-    ) -> list[list[int]]:
-        """Return a step's rows as this pool's kernels read them (paged_rows.py)."""
+    ) -> Ints:
+        """Return a step's rows [fields, rows] as this pool's kernels read them (paged_rows.py)."""
         given = (slots, starts, counts)
-        rows: list[list[int]] = self.launches.table(
-            *given, num_rows=num_rows, num_places=num_places
-        )
-        return rows
+        table: Ints = self.launches.table(*given, num_rows=num_rows, num_places=num_places)
+        return table
 
     has_windows = False
     """Whether layers with a window have a pool of their own."""
@@ -60,7 +56,7 @@ class GpuPagedKVBase(PagedKV):
     num_work_split = 0
     """Numbers that `work_split` returns."""
 
-    def work_split(self, table: Sequence[Sequence[int]]) -> Numbers:
+    def work_split(self, table: Ints) -> Numbers:
         """Return what each program of attention takes of a rows' table, if it reads that."""
         return []
 

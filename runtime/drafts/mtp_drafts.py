@@ -79,23 +79,24 @@ class MtpDrafts:
 
         `new`: what each row's logits brought, as `StageRunner.run` returns it.
         """
-        self.kv.take_rows(message.paged, message.starts)
+        self.kv.take_rows(message.rows_with_news, message.starts_with_news)
         rows, fed, first = [], [], 0
-        for row, count in enumerate(message.num_new):
+        counts, slots = message.num_new_B.tolist(), message.slots_B.tolist()
+        for row, count in enumerate(counts):
             took = self._take(message, row, hidden_1Th[0, first : first + count], new[row])
             first += count
             if took is None:
                 continue
-            paged = message.paged[row]
+            paged = message.row(row)
             if paged.drafts_wanted > 0 or count > len(paged.drafts) + 1:
                 fed.append(row)
                 if paged.drafts_wanted > 0 and paged.samples:
-                    step = message.sample_steps[row] + len(new[row])
+                    step = int(message.sample_steps_B[row]) + len(new[row])
                     rows.append(_Row(row, paged.drafts_wanted, took.end, step, []))
             elif len(took.hidden_Nh) > MOST_WAITING:
-                del self._waiting[message.slots[row]]
+                del self._waiting[slots[row]]
         self._feed(message, fed, rows)
-        drafts: list[list[int]] = [[] for _ in message.num_new]
+        drafts: list[list[int]] = [[] for _ in counts]
         for each in rows:
             drafts[each.row] = each.drafts
         return drafts
@@ -104,11 +105,11 @@ class MtpDrafts:
         self, message: StepMessage, row: int, hidden_Qh: Tensor, new: Sequence[int]
     ) -> _Waiting | None:
         """Add a row's hidden states and tokens to what waits; None if the head missed some."""
-        paged, slot, start = message.paged[row], message.slots[row], message.starts[row]
+        paged, slot, start = message.row(row), int(message.slots_B[row]), int(message.starts_B[row])
         if paged.drafts_wanted < 0:  # a step of such rows alone has no tokens
             self._waiting.pop(slot, None)
             return None
-        tokens, valid = message.tokens[row], len(hidden_Qh)
+        tokens, valid = message.tokens_of(row), len(hidden_Qh)
         behind = list(tokens[1:])
         if paged.samples:
             valid -= len(paged.drafts) + 1 - len(new)
@@ -127,7 +128,7 @@ class MtpDrafts:
 
     def _feed(self, message: StepMessage, fed: Sequence[int], rows: Sequence[_Row]) -> None:
         """Give the head what waits of rows, and draft for some of them."""
-        took = [(row, self._waiting[message.slots[row]]) for row in fed]
+        took = [(row, self._waiting[int(message.slots_B[row])]) for row in fed]
         took = [(row, waiting) for row, waiting in took if waiting.tokens]
         if not took:
             return
@@ -135,7 +136,7 @@ class MtpDrafts:
         tokens = [token for _, waiting in took for token in waiting.tokens]
         hidden = torch.cat([w.hidden_Nh[: len(w.tokens)] for _, w in took])
         out_Th = self._run(
-            [message.slots[row] for row, _ in took],
+            [int(message.slots_B[row]) for row, _ in took],
             [waiting.start for _, waiting in took],
             counts,
             tokens,
@@ -158,7 +159,7 @@ class MtpDrafts:
             done = len(rows[0].drafts)
             steps = [each.sample_step + done for each in rows]
             tokens_R, probs = draft_tokens(self.head.logits(out_Rh), params, steps)
-            slots = [message.slots[each.row] for each in rows]
+            slots = [int(message.slots_B[each.row]) for each in rows]
             self._probs.note(slots, [each.position + done for each in rows], probs)
             for each, token in zip(rows, tokens_R.tolist(), strict=True):
                 each.drafts.append(token)
@@ -167,7 +168,7 @@ class MtpDrafts:
                 return
             rows = [rows[place] for place in more]
             out_Rh = self._run(
-                [message.slots[each.row] for each in rows],
+                [int(message.slots_B[each.row]) for each in rows],
                 [each.position + done for each in rows],
                 [1] * len(rows),
                 [each.drafts[-1] for each in rows],

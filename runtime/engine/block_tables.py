@@ -1,46 +1,61 @@
-"""Block tables of running requests, and the prefix cache over them. Pure Python."""
+"""Block tables of running requests, and the prefix cache over them. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from llmpq.runtime.engine.block_pool import BlockPool, PrefixKeys, StateSnapshots, chain_root
 from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.request_table import NEVER, RequestTable
 from llmpq.runtime.engine.window_tables import WindowTable, WindowTables
-from llmpq.runtime.request import PagedRow, Request
+from llmpq.runtime.request import Ints, PagedRow, Request
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, pool_blocks
 
 WATERMARK = 0.01
 """Share of the pool that stays free when a request is admitted beside others."""
 
 
+class _Counter:
+    """An attribute of a request that stands in its row of the table."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, req: RunningRequest, owner: type) -> int:
+        return int(getattr(req.table, self._name)[req.row])
+
+    def __set__(self, req: RunningRequest, value: int) -> None:
+        getattr(req.table, self._name)[req.row] = value
+
+
 @dataclass(eq=False)
 class RunningRequest:
     """A request, its block table and how far it has come."""
+
+    num_computed = _Counter()
+    num_sampled = _Counter()
+    in_flight = _Counter()
+    newest = _Counter()
+    last_step = _Counter()
+    admission = _Counter()
+    """As `RequestTable` says."""
 
     request: Request
     order: tuple[int, int]
     """Lower runs first: priority, then arrival."""
     keys: PrefixKeys
+    table: RequestTable
+    row: int
+    """Its row of the table."""
     blocks: list[int] = field(default_factory=list)
     window: WindowTable = field(default_factory=WindowTable)
     """Its blocks of the layers with a window, where those have a pool of their own."""
     num_sent: int = 0
     """Blocks of the table that were sent to the stages."""
     num_registered: int = 0
-    num_computed: int = 0
-    """Tokens whose KV has been issued."""
-    num_sampled: int = 0
-    """Tokens of the output that were asked for."""
-    in_flight: int = 0
-    """Of these, how many are not known yet."""
-    last_step: int = 0
-    """Number of the step it was in last."""
-    plain_row: PagedRow | None = None
-    """Its row of a step in which there is nothing to say of it."""
-    admission: int = 0
-    """How often it was admitted."""
     resumes: bool = False
     offloaded: list[int] = field(default_factory=list)
     """Host slots that hold its first blocks since it was preempted."""
@@ -68,8 +83,7 @@ class RunningRequest:
     @property
     def remaining(self) -> int:
         """Tokens that are there to be computed."""
-        request = self.request
-        return len(request.prompt) + len(request.output) - self.num_computed
+        return self.num_tokens - self.num_computed
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Return a range of its tokens."""
@@ -84,53 +98,41 @@ class RunningRequest:
         """How many of its tokens are ever cached."""
         return len(self.request.prompt) + self.request.max_new - 1
 
-    def row(
+    def take_news(
         self,
         *,
-        samples: bool,
+        samples: bool = True,
         drafts: Sequence[int] = (),
         drafts_wanted: int = -1,
         saves_state: int = -1,
-    ) -> PagedRow:
-        """Return its row of a step, with the blocks that stages do not have yet; see `PagedRow`.
+    ) -> PagedRow | None:
+        """Return what a step says of its row, and of blocks that stages do not have yet.
 
-        A row that samples and has no news, as most, is one until there are some.
+        None where there is nothing to say but its tokens. See `PagedRow`.
         """
-        num_blocks = len(self.blocks)
-        new = num_blocks > self.num_sent or self.window.blocks or self.loads
-        if not (new or drafts or self.resumes or self.load_state >= 0):
-            plain = samples and drafts_wanted < 0 and saves_state < 0
-            if plain and self.plain_row is not None:
-                return self.plain_row
-            row = PagedRow(
-                slot=self.request.slot,
-                samples=samples,
-                first_block=num_blocks,
-                admission=self.admission,
-                drafts_wanted=drafts_wanted,
-                saves_state=saves_state,
-            )
-            if plain:
-                self.plain_row = row
-            return row
-        first_window_block, new_window_blocks = self.window.take_unsent()
-        row = PagedRow(
-            slot=self.request.slot,
-            samples=samples,
-            drafts=tuple(drafts) if drafts else (),
-            first_block=self.num_sent,
-            new_blocks=tuple(self.blocks[self.num_sent :]),
-            first_window_block=first_window_block,
-            new_window_blocks=new_window_blocks,
-            resumes=self.resumes,
-            loads=tuple(self.loads),
-            admission=self.admission,
-            drafts_wanted=drafts_wanted,
-            loads_state=self.load_state,
-            saves_state=saves_state,
-        )
-        self.num_sent, self.resumes, self.plain_row = len(self.blocks), False, None
+        if not self.table.has_news[self.row]:
+            if samples and not drafts and drafts_wanted < 0 and saves_state < 0:
+                return None
+            row = self.new_row()
+        else:
+            row = self.new_row()
+            _, row.new_window_blocks = self.window.take_unsent()
+            row.new_blocks = tuple(self.blocks[self.num_sent :])
+            row.resumes, row.loads = self.resumes, tuple(self.loads)
+            row.loads_state = self.load_state
+            self.num_sent, self.resumes = len(self.blocks), False
+            self.table.has_news[self.row] = False
+        row.samples, row.drafts = samples, tuple(drafts)
+        row.drafts_wanted, row.saves_state = drafts_wanted, saves_state
         return row
+
+    def new_row(self) -> PagedRow:
+        """Return a row of a step that says nothing."""
+        return PagedRow(
+            slot=self.request.slot,
+            first_block=self.num_sent,
+            first_window_block=self.window.num_sent,
+        )
 
     def __lt__(self, other: RunningRequest) -> bool:
         return self.order < other.order
@@ -167,7 +169,11 @@ class BlockTables:
 
     def __init__(self, limits: PoolLimits, salt: str) -> None:
         self.pool, self._limits = BlockPool(limits.num_blocks), limits
+        self.counters = RequestTable()
+        """Of all requests."""
         self._plain = limits.tail == 0
+        self._most_of_running = 0
+        """Blocks that the running requests may come to hold."""
         self._root = chain_root(limits.kv.value, salt)
         self._watermark = max(1, int(WATERMARK * limits.num_blocks))
         self.windows = WindowTables(limits, self._watermark) if limits.window else None
@@ -190,10 +196,22 @@ class BlockTables:
 
     def new_request(self, request: Request, arrival: int) -> RunningRequest:
         """Return a request without blocks."""
-        own = request.cache_salt
+        own, table = request.cache_salt, self.counters
         root = self._root if own is None else chain_root(self._root, own)
         keys = PrefixKeys(root, tail=self._limits.tail)
-        return RunningRequest(request, (request.priority, arrival), keys)
+        row = table.add(
+            arrival=arrival,
+            number=request.id,
+            num_prompt=len(request.prompt),
+            max_new=request.max_new,
+            stop_ids=request.stop_ids,
+        )
+        table.num_sampled[row] = len(request.output)
+        table.newest[row] = request.output[-1] if request.output else -1
+        table.ends_in_text[row] = bool(request.stop_texts)
+        table.publishes[row] = request.stream or request.recorded
+        table.streams[row] = request.stream
+        return RunningRequest(request, (request.priority, arrival), keys, table, row)
 
     def blocks(self, tokens: int) -> int:
         """Return how many blocks hold so many tokens."""
@@ -202,10 +220,6 @@ class BlockTables:
     def holds(self, req: RunningRequest, tokens: int) -> bool:
         """Whether a request has the blocks of so many tokens, and none to give back."""
         return self.windows is None and self.blocks(tokens) <= len(req.blocks)
-
-    def has_block(self, req: RunningRequest) -> bool:
-        """Whether a request is sure to have the block of its next token, and none to give back."""
-        return self.windows is None and req.num_computed < BLOCK_TOKENS * len(req.blocks)
 
     def lacks(self, req: RunningRequest, tokens: int) -> int:
         """Return how many blocks more than are available a request of so many tokens needs."""
@@ -216,6 +230,7 @@ class BlockTables:
         """Give back the blocks that a request's next tokens do not see through a window."""
         if self.windows:
             self.windows.pass_by(req.window, req.num_computed)
+            self._note_blocks(req)
 
     def grow(self, req: RunningRequest, tokens: int) -> None:
         """Give a request the blocks of so many tokens."""
@@ -224,14 +239,32 @@ class BlockTables:
             req.blocks += self.pool.take(needed)
         if self.windows:
             self.windows.grow(req.window, tokens)
+        self._note_blocks(req)
 
-    def fits(self, req: RunningRequest, running: Sequence[RunningRequest]) -> bool:
+    def _note_blocks(self, req: RunningRequest) -> None:
+        """Enter in the table how far a request's blocks reach, and whether stages lack some."""
+        table, row = self.counters, req.row
+        table.num_blocks[row] = len(req.blocks)
+        reach = self._reach(len(req.blocks))
+        if self.windows:
+            reach = min(reach, self._reach(req.window.end), self.windows.passes_at(req.window))
+        table.needs_blocks_at[row] = reach
+        if len(req.blocks) > req.num_sent or req.window.end > req.window.num_sent:
+            table.has_news[row] = True
+
+    def _reach(self, num_blocks: int) -> int:
+        """Return how many tokens go with so many blocks: of packed ones some are in a ring."""
+        behind = 0 if self._plain else BLOCK_TOKENS + HOLDBACK_TOKENS
+        return num_blocks * BLOCK_TOKENS + behind
+
+    def fits(self, req: RunningRequest, running: Sequence[RunningRequest], rows: Ints) -> bool:
         """Whether all that a request is now fits above the watermark.
 
         Blocks that admitted prompts have yet to take do not count as free. The watermark is room to
-        grow; without it where all requests fit at their longest.
+        grow; without it where all requests fit at their longest. `rows`: the running ones' in the
+        table.
         """
-        whole = self._most(req) + sum(map(self._most, running)) <= self.pool.num_blocks
+        whole = self._most(req) + self._most_of_running <= self.pool.num_blocks
         if whole and self.windows is None:
             return True
         hits = self._found(req)
@@ -245,7 +278,11 @@ class BlockTables:
         if whole:
             return True
         needed = self.blocks(req.num_tokens) - len(hits) + self.pool.num_unheld(hits)
-        promised = sum(max(0, self.blocks(s.num_tokens) - len(s.blocks)) for s in running)
+        table = self.counters
+        tokens = table.num_tokens(rows, self._limits.tokens_ahead)
+        behind = self._reach(0)
+        lacks = -(-np.maximum(0, tokens - behind) // BLOCK_TOKENS) - table.num_blocks[rows]
+        promised = int(np.maximum(0, lacks).sum())
         return self.pool.num_available - promised - self._watermark >= needed
 
     def begin(self, req: RunningRequest) -> None:
@@ -267,6 +304,10 @@ class BlockTables:
             req.loads = list(zip(req.offloaded[len(hits) :], rest, strict=True))
             req.blocks = [*hits, *rest]
             req.num_computed = req.num_offloaded
+        self._most_of_running += self._most(req)
+        self.counters.has_news[req.row] = True
+        self._note_blocks(req)
+        self._note_registered(req)
         if req.admission == 0:
             req.request.num_prefix_hits = req.num_computed
             self.prefix_queries += len(req.request.prompt)
@@ -298,6 +339,13 @@ class BlockTables:
         if self.windows:
             self.windows.release(req.window)
         req.blocks, req.num_computed = [], 0
+        self.counters.num_blocks[req.row] = 0
+        self._most_of_running -= self._most(req)
+
+    def forget(self, req: RunningRequest) -> None:
+        """Drop a request that has ended and holds nothing."""
+        self.drop_offloaded(req)
+        self.counters.remove(req.row)
 
     def offload(self, req: RunningRequest) -> None:
         """Offload a request's blocks to the hosts, if they have room, before it is released."""
@@ -316,19 +364,21 @@ class BlockTables:
         self._free_host_slots += req.offloaded
         req.offloaded, req.num_offloaded, req.loads = [], 0, []
 
-    def may_register(self, req: RunningRequest, end: int) -> bool:
-        """Whether the tokens before `end` may fill a block that is not entered yet."""
-        return not self._plain or end >= (req.num_registered + 1) * BLOCK_TOKENS
+    def _note_registered(self, req: RunningRequest) -> None:
+        """Enter in the table how many tokens fill a block that others cannot find yet."""
+        end = (req.num_registered + 1) * BLOCK_TOKENS + self._limits.tail
+        self.counters.fills_block_at[req.row] = end if self._limits.prefix_cache else NEVER
 
     def register(self, req: RunningRequest, end: int) -> None:
         """Enter the blocks that the tokens before `end` fill into the prefix cache."""
-        count = end // BLOCK_TOKENS if self._plain else self.blocks(end)
-        if not self._limits.prefix_cache or count <= req.num_registered:
+        if end < self.counters.fills_block_at[req.row]:
             return
+        count = (end - self._limits.tail) // BLOCK_TOKENS
         keys = req.keys.upto(req.tokens, end, count)
         for index in range(req.num_registered, len(keys)):
             self.pool.register(req.blocks[index], keys[index])
         req.num_registered = len(keys)
+        self._note_registered(req)
         if self.windows:
             self.windows.register(req.window, keys)
 
@@ -339,6 +389,12 @@ class BlockTables:
         assert sorted(numbers) == list(range(self._limits.host_blocks)), "a host slot is lost"
         self.pool.check(req.blocks for req in several)
         self.snapshots.check()
+        table = self.counters
+        assert sorted(req.row for req in several) == np.flatnonzero(table.arrival >= 0).tolist()
+        for req in several:
+            assert table.num_blocks[req.row] == len(req.blocks)
+            assert table.slot[req.row] == req.request.slot
+            assert req.num_sampled - req.in_flight == len(req.request.output)
         if self.windows:
             self.windows.check((req.window, req.num_computed) for req in several)
         for req in several:

@@ -1,4 +1,4 @@
-"""Decides the next step over a pool of KV blocks: which tokens of which requests. Pure Python.
+"""Decides the next step over a pool of KV blocks: which tokens of which requests. No torch.
 
 A step is a list of (request, range of its tokens): a decoding row is a range of one, a chunk of a
 prompt (chunked prefill) a longer one, a row with drafts the newest token and what was drafted
@@ -12,38 +12,61 @@ blocks reserved for all of them; their verify is an ordinary step. Refused draft
 their step: the next tokens overwrite them. Drafts by the model's own head (MTP) come with the
 tokens of the last step, which asked for them.
 
+Rows that only decode are hundreds and alike from step to step: their counters stand in arrays
+(request_table.py), which a step moves on together. Requests are looked at one by one only where
+something happens to them: they are admitted, get a block, may end, are drafted for. Where nothing
+does, the next step follows from the last one (steady_decoding.py).
+
 The caller asks `next_micro_batch()` as often as it likes and reports each result, in the order the
 micro-batches were issued, with `update_from_output()`: stages see steps in that order, which is why
 blocks that a step under way still writes may be given to later steps. Knows nothing of devices or
 time.
+
+Legend: B rows of a step, D of them (the first ones) only decode, T new tokens.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from operator import attrgetter
+
+import numpy as np
 
 from llmpq.runtime.drafts.drafters import Drafter, FixedDrafter
 from llmpq.runtime.engine.block_tables import BlockTables, DraftRound, RunningRequest
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.request import PENDING_TOKEN, FinishReason, MicroBatch, Request, StepKind
+from llmpq.runtime.engine.request_table import RowConstants
+from llmpq.runtime.engine.steady_decoding import SteadyDecoding
+from llmpq.runtime.request import (
+    PENDING_TOKEN,
+    FinishReason,
+    Ints,
+    MicroBatch,
+    NewTokens,
+    PagedRow,
+    Request,
+    StepKind,
+    StepRequests,
+)
 
-NO_DRAFTS: tuple[int, ...] = ()
-_order = attrgetter("order")
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass
 class StepBuilder:
     """A step in the making."""
 
+    decoding_D: Ints = field(default_factory=lambda: _NO_ROWS)
+    """Rows of the table whose requests take a token each, without drafts."""
     reqs: list[RunningRequest] = field(default_factory=list)
+    """The others."""
     counts: list[int] = field(default_factory=list)
     drafts: list[Sequence[int]] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
-    """Drafts wanted behind each, as `PagedRow.drafts_wanted`."""
+    """Drafts wanted behind each of them, as `PagedRow.drafts_wanted`."""
 
     def add(
         self, req: RunningRequest, count: int, drafts: Sequence[int], *, wanted: int = -1
@@ -54,23 +77,30 @@ class StepBuilder:
         self.drafts.append(drafts)
         self.wanted.append(wanted)
 
-    def complete(self) -> None:
-        """Give requests that were added by themselves a token each, without drafts."""
-        count = len(self.reqs) - len(self.counts)
-        self.counts += [1] * count
-        self.drafts += [NO_DRAFTS] * count
-        self.wanted += [-1] * count
+    @property
+    def num_rows(self) -> int:
+        """Rows so far."""
+        return len(self.decoding_D) + len(self.reqs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Their tokens."""
+        return len(self.decoding_D) + sum(self.counts)
+
+    def has(self, req: RunningRequest) -> bool:
+        """Whether a request has a row of the step."""
+        return req in self.reqs or req.row in self.decoding_D
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ReadySets:
     """Admitted requests, by what they wait for."""
 
-    ready: list[RunningRequest] = field(default_factory=list)
-    """Whose newest token is known, in order."""
-    prompts: list[RunningRequest] = field(default_factory=list)
+    ready_N: Ints
+    """Rows of the table of those whose newest token is known, or may be built on; in order."""
+    prompts: list[RunningRequest]
     """With more of a prompt to compute, in order."""
-    num_decoding: int = 0
+    num_decoding: int
     """Those that are ready, and those whose newest token is under way."""
 
 
@@ -88,6 +118,7 @@ class Scheduler:
         """`salt` keeps the prefixes of this model apart from others'."""
         assert drafter is None or limits.tokens_ahead == 1, "drafts need to know the tokens"
         self.limits, self.tables = limits, BlockTables(limits, salt)
+        self._counters = self.tables.counters
         self._drafter, self._ends_in_stop_text = drafter, ends_in_stop_text
         by_head = isinstance(drafter, FixedDrafter) and drafter.by_head
         self._head_drafter = drafter if isinstance(drafter, FixedDrafter) and by_head else None
@@ -95,6 +126,19 @@ class Scheduler:
         self._reqs: dict[int, RunningRequest] = {}
         self._waiting: list[RunningRequest] = []
         self._running: list[RunningRequest] = []
+        """Admitted requests, in order."""
+        self._at_row: dict[int, RunningRequest] = {}
+        """The same by their rows of the table."""
+        self._rows: Ints | None = None
+        """These rows, in order; None since one came or went."""
+        self._changes = 0
+        """How often one did."""
+        self._groups: dict[bytes, tuple[StepRequests, RowConstants]] = {}
+        """Rows that had a step together since then -> what all their steps have of them."""
+        self._steady: SteadyDecoding | None = None
+        """Steps that follow from the last one, while nothing happens to its rows."""
+        self._new_tokens: list[NewTokens] = []
+        self._of_streams = False
         self._free_slots = list(range(limits.max_rows))
         self._num_submitted = self._seq = 0
         self._steps = 0
@@ -149,10 +193,6 @@ class Scheduler:
         """Whether every submitted request has ended."""
         return not self._reqs
 
-    def cached_tokens(self) -> list[int]:
-        """Return how many tokens of each running request are, or are being, computed."""
-        return [req.num_computed for req in self._running]
-
     def gauges(self) -> dict[str, int]:
         """Return blocks of the pool, and tokens of the prefix cache since the start."""
         pool = self.tables.pool
@@ -172,7 +212,6 @@ class Scheduler:
         """
         self.limits.check(request)
         req = self.tables.new_request(request, self._num_submitted)
-        req.num_sampled = len(request.output)
         self._num_submitted += 1
         self._reqs[request.id] = req
         heappush(self._waiting, req)
@@ -183,11 +222,19 @@ class Scheduler:
         if req is None:
             return False
         request.aborted = True
+        self._settle()
         self._end(req, "abort")
         return True
 
     def next_micro_batch(self) -> MicroBatch | None:
         """Return the next step, or None until another one completes."""
+        steady = self._steady
+        if steady is not None and not (self._waiting and self._free_slots):
+            if steady.under_way:
+                return None
+            if steady.num_left:
+                return self._issue_again(steady)
+        self._settle()
         if self._drafted and self._drafted[0].drafting:
             return self._issue_drafts(self._drafted.popleft())
         step, sets = StepBuilder(), self._ready_sets()
@@ -200,8 +247,8 @@ class Scheduler:
             round_ = self._add_decoding(step, sets, plain=plain)
             if round_ is not None:
                 return self._issue_round(round_)
-        decoding = len(step.reqs)
-        room = self._prompt_room(sets, taken=sum(step.counts))
+        decoding = step.num_rows
+        room = self._prompt_room(sets, taken=step.num_tokens)
         for req in self._prompts(sets.prompts):
             count = min(room, self._left_of_prompt(req), self.limits.row_tokens)
             count = self.tables.cut(req, count)
@@ -214,10 +261,10 @@ class Scheduler:
             room -= count
             if room == 0:
                 break
-        if not step.reqs:
+        if not step.num_rows:
             return None
         kind = StepKind.MIXED
-        if decoding == len(step.reqs):
+        if decoding == step.num_rows:
             kind = StepKind.VERIFY if any(step.drafts) else StepKind.DECODE
         elif decoding == 0:
             kind = StepKind.PREFILL
@@ -227,50 +274,54 @@ class Scheduler:
         return self._issue(kind, step)
 
     def update_from_output(
-        self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]
+        self, micro_batch: MicroBatch, tokens: Ints | Sequence[Sequence[int]]
     ) -> list[Request]:
-        """Take the new tokens of each row that samples; return the requests that ended."""
+        """Take the new tokens of each row that samples; return the requests that ended.
+
+        `tokens`: of each row; an array [B, 1] where each row has one.
+        """
         self._steps -= 1
+        if self._steady is not None and self._steady.take(micro_batch, tokens):
+            self._decode_steps -= 1
+            outputs = micro_batch.of.outputs
+            self._hand_out(self._steady.constants, outputs, self._steady.newest_B)
+            return []
+        self._settle()
         if micro_batch.kind is StepKind.DRAFT:
+            assert not isinstance(tokens, np.ndarray)
             self._take_drafts(self._rounds.pop(micro_batch.seq), micro_batch, tokens)
             return []
         self._decode_steps -= micro_batch.kind is not StepKind.PREFILL
-        finished = []
-        steps = zip(micro_batch.requests, micro_batch.rows, micro_batch.sample_steps, strict=True)
-        for index, (request, row, place) in enumerate(steps):
-            req = self._reqs.get(request.id)
-            if req is None or req.request is not request:
-                continue  # ended meanwhile: a token too many
-            end = micro_batch.starts[index] + len(micro_batch.tokens[index])
-            reason = None
-            if row.samples:
-                new = tokens[index]
-                if len(new) > 1:
-                    new = new[: request.max_new - place]
-                if self._drafter is not None and row.drafts:
-                    self._drafter.observe(len(row.drafts), len(tokens[index]) - 1)
-                reason = self._append(req, place, new)
-                end += len(new) - 1 - len(row.drafts)
-            if row.admission == req.admission and request.slot >= 0:
-                if row.drafts:
-                    req.num_computed = end
-                if self.tables.may_register(req, end):
-                    self.tables.register(req, min(end, req.num_tokens))
-            if reason is not None:
-                self._end(req, reason)
-                finished.append(request)
+        finished: list[Request] = []
+        if micro_batch.num_decoding:
+            self._take_decoded(micro_batch, tokens, finished)
+        if micro_batch.num_decoding < len(micro_batch.requests):
+            self._take_chunks(micro_batch, tokens, finished)
+        elif self._goes_on(micro_batch):
+            constants = self._group_of(micro_batch.members_B)[1]
+            self._steady = SteadyDecoding(self._counters, micro_batch, constants)
         return finished
+
+    def take_new_tokens(self) -> tuple[list[NewTokens], bool]:
+        """Return the tokens of streamed and recorded requests that came since the last call.
+
+        And whether one of them is of a stream, which somebody waits for.
+        """
+        found = self._new_tokens, self._of_streams
+        self._new_tokens, self._of_streams = [], False
+        return found
 
     def take_drafts(self, micro_batch: MicroBatch, drafts: Sequence[Sequence[int]]) -> None:
         """Take what the last stage drafted behind the new tokens of a step's rows."""
-        rows = zip(micro_batch.requests, micro_batch.rows, drafts, strict=bool(drafts))
-        for request, row, found in rows:
+        rows = zip(micro_batch.requests, micro_batch.admissions_B, drafts, strict=bool(drafts))
+        for request, admission, found in rows:
             req = self._reqs.get(request.id)
-            if req is not None and req.request is request and row.admission == req.admission:
+            if req is not None and req.request is request and admission == req.admission:
                 request.drafts = list(found) if request.slot >= 0 else []
 
     def check(self) -> None:
         """Raise `AssertionError` if a block or a slot is lost or owned twice; for tests."""
+        self._settle()
         self.tables.check(self._reqs.values())
         slots = [req.request.slot for req in self._running]
         assert sorted(slots + self._free_slots) == list(range(self.limits.max_rows))
@@ -284,21 +335,31 @@ class Scheduler:
         assert len(rounds) <= self._decode_steps
 
     def _ready_sets(self) -> ReadySets:
-        """Look once at every admitted request: steps are short, and they are many."""
-        found = ReadySets()
-        for req in self._running:
-            request = req.request
-            left = len(request.prompt) + len(request.output) - req.num_computed
-            if left > 1 or req.num_sampled == 0:
-                if self._left_of_prompt(req) > 0:
-                    found.prompts.append(req)
-                continue
-            found.num_decoding += 1
-            if left == 1 and req.round is None:
-                found.ready.append(req)
-        found.ready.sort(key=_order)
-        found.prompts.sort(key=_order)
-        return found
+        """Sort the admitted requests, all at once."""
+        rows, table = self._running_rows(), self._counters
+        sampled = table.num_sampled[rows]
+        left = table.num_tokens(rows, self.limits.tokens_ahead) - table.num_computed[rows]
+        is_prompt, has_next = (left > 1) | (sampled == 0), left == 1
+        begun = [self._at_row[row] for row in rows[is_prompt].tolist()]
+        if begun:
+            has_next &= ~is_prompt
+        return ReadySets(
+            ready_N=rows[has_next],
+            prompts=[req for req in begun if self._left_of_prompt(req) > 0],
+            num_decoding=len(rows) - len(begun),
+        )
+
+    def _running_rows(self) -> Ints:
+        """Return the admitted requests' rows of the table, in order."""
+        if self._rows is None:
+            self._rows = np.array([req.row for req in self._running], dtype=np.int64)
+        return self._rows
+
+    def _membership_changed(self) -> None:
+        """Note that a request was admitted, or is no longer."""
+        self._rows = None
+        self._changes += 1
+        self._groups.clear()
 
     def _prompt_room(self, sets: ReadySets, *, taken: int) -> int:
         """Return the tokens of prompts that a step takes, beside those it has."""
@@ -344,24 +405,23 @@ class Scheduler:
         goes on from a token of the last such step while that is under way: stages would wait for
         each other, which another group's step between the two keeps at work.
         """
-        ready, decoding = sets.ready, sets.num_decoding
+        ready_N, decoding, table = sets.ready_N, sets.num_decoding, self._counters
         num_groups = max(
             -(-decoding // self.limits.decode_rows), min(self.limits.num_stages, decoding)
         )
-        if not ready or self._decode_steps >= num_groups * self.limits.tokens_ahead:
+        if not len(ready_N) or self._decode_steps >= num_groups * self.limits.tokens_ahead:
             return None
         size = -(-decoding // num_groups)
         if num_groups > 1:
-            ready = [h for h in ready if h.in_flight == 0 or h.last_step != self._last_decode]
+            free_N = (table.in_flight[ready_N] == 0) | (
+                table.last_step[ready_N] != self._last_decode
+            )
+            ready_N = ready_N[free_N]
         if self._drafter is None:
-            for req in ready[:size]:
-                # Blocks of a row are most often there, and rows are many.
-                if req.request.slot >= 0 and (
-                    self.tables.has_block(req) or self._grow(req, req.num_computed + 1, step)
-                ):
-                    step.reqs.append(req)
-            step.complete()
+            step.decoding_D = self._with_blocks(ready_N[:size], step)
             return None
+        ready = [self._at_row[row] for row in ready_N.tolist()]
+        ready = [req for req in ready if req.round is None]
         drafts, gamma = self._drafts(ready[:size], plain=plain)
         by_model = any(found is None for _, _, found in drafts)
         round_ = DraftRound()
@@ -377,6 +437,20 @@ class Scheduler:
             else:
                 step.add(req, 1 + count, found or [], wanted=wanted)
         return round_ if round_.members else None
+
+    def _with_blocks(self, group_D: Ints, step: StepBuilder) -> Ints:
+        """Return the rows of a group that have the block of their next token, or could get it."""
+        table = self._counters
+        lack_D = table.num_computed[group_D] >= table.needs_blocks_at[group_D]
+        if not lack_D.any():
+            return group_D
+        takes_D = np.ones(len(group_D), dtype=np.bool_)
+        for place in lack_D.nonzero()[0].tolist():
+            req = self._at_row.get(int(group_D[place]))
+            if req is not None:  # not preempted for one before it
+                step.decoding_D = group_D[:place][takes_D[:place]]
+                takes_D[place] = self._grow(req, req.num_computed + 1, step)
+        return group_D[takes_D & (table.slot[group_D] >= 0)]
 
     def _drafts(
         self, group: Sequence[RunningRequest], *, plain: bool
@@ -436,16 +510,28 @@ class Scheduler:
     def _issue_drafts(self, round_: DraftRound) -> MicroBatch:
         """Return the next draft step of a round."""
         reqs, drafted = round_.drafting, round_.num_drafted
-        rows = tuple(req.row(samples=True) for req in reqs)
-        starts = [req.num_computed + drafted for req in reqs]
-        tokens = [[req.drafts[-1] if drafted else req.request.output[-1]] for req in reqs]
+        found = [(place, req.take_news()) for place, req in enumerate(reqs)]
+        rows, table = np.array([req.row for req in reqs], dtype=np.int64), self._counters
+        tokens = [req.drafts[-1] if drafted else req.newest for req in reqs]
         self._seq += 1
         self._steps += 1
         self._last_decode = self._seq
         self._rounds[self._seq] = round_
-        requests = [req.request for req in reqs]
-        steps = [req.num_sampled + drafted for req in reqs]
-        return MicroBatch(self._seq, StepKind.DRAFT, requests, starts, tokens, rows, steps)
+        return MicroBatch(
+            seq=self._seq,
+            kind=StepKind.DRAFT,
+            of=StepRequests.of([req.request for req in reqs]),
+            slots_B=table.slot[rows],
+            starts_B=table.num_computed[rows] + drafted,
+            num_new_B=np.ones_like(rows),
+            tokens_T=np.array(tokens, dtype=np.int64),
+            sample_steps_B=table.num_sampled[rows] + drafted,
+            news={place: news for place, news in found if news is not None},
+            members_B=rows,
+            arrivals_B=table.arrival[rows],
+            admissions_B=table.admission[rows],
+            changes=self._changes,
+        )
 
     def _take_drafts(
         self, round_: DraftRound, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]
@@ -479,8 +565,10 @@ class Scheduler:
         while self._waiting and self._may_admit(self._waiting[0]):
             req = heappop(self._waiting)
             self.tables.begin(req)
-            req.request.slot = heappop(self._free_slots)
-            self._running.append(req)
+            req.request.slot = self._counters.slot[req.row] = heappop(self._free_slots)
+            insort(self._running, req)
+            self._at_row[req.row] = req
+            self._membership_changed()
             yield req
 
     def _may_admit(self, req: RunningRequest) -> bool:
@@ -489,7 +577,7 @@ class Scheduler:
             return False
         if not self._running:
             return True
-        return self.tables.fits(req, self._running)
+        return self.tables.fits(req, self._running, self._running_rows())
 
     def _grow(
         self,
@@ -508,8 +596,11 @@ class Scheduler:
             return True
         self.tables.pass_windows(req)
         while self.tables.lacks(req, tokens) > 0:
-            busy = (*step.reqs, *members)
-            others = [h for h in self._running if h.blocks and h not in busy]
+            others = [
+                other
+                for other in self._running
+                if other.blocks and other not in members and not step.has(other)
+            ]
             victim = max(others, default=req)
             if not req < victim:
                 return False
@@ -519,6 +610,7 @@ class Scheduler:
 
     def _preempt(self, req: RunningRequest) -> None:
         """Have a running request wait, its blocks free, offloaded or to be recomputed."""
+        self._settle()
         if self._drafter is None:  # which drafts are accepted is not known yet
             self.tables.offload(req)
         self._let_go(req)
@@ -532,102 +624,262 @@ class Scheduler:
         self._leave_round(req)
         self.tables.release(req)
         self._running.remove(req)
+        del self._at_row[req.row]
+        self._membership_changed()
         heappush(self._free_slots, req.request.slot)
-        req.request.slot = -1
+        req.request.slot = self._counters.slot[req.row] = -1
+
+    def _goes_on(self, micro_batch: MicroBatch) -> bool:
+        """Whether the next step may be like one whose rows all decode, and whose tokens came."""
+        limits, count = self.limits, len(self._running)
+        alone = limits.num_stages == limits.tokens_ahead == 1 and not self._steps
+        return (
+            alone
+            and self._drafter is None
+            and micro_batch.changes == self._changes
+            and 0 < micro_batch.num_decoding == count <= limits.decode_rows
+        )
+
+    def _issue_again(self, steady: SteadyDecoding) -> MicroBatch:
+        """Return a step like the last one, a token further."""
+        self._seq += 1
+        self._steps += 1
+        self._decode_steps += 1
+        self._last_decode = self._seq
+        return steady.issue(self._seq)
+
+    def _settle(self) -> None:
+        """End steps like the last one: look at all requests again."""
+        if self._steady is not None:
+            self._steady.settle()
+            self._steady = None
 
     def _issue(self, kind: StepKind, step: StepBuilder) -> MicroBatch:
-        starts, tokens, rows, sample_steps = [], [], [], []
-        tables, number = self.tables, self._seq + 1
-        with_states, tokens_ahead = self.limits.snapshots > 0, self.limits.tokens_ahead
-        parts = zip(step.reqs, step.counts, step.drafts, step.wanted, strict=True)
-        for req, count, drafts, wanted in parts:  # short: a step has hundreds of rows
-            request, start = req.request, req.num_computed
-            end, behind = start + count, start - len(request.prompt)
-            starts.append(start)
-            if count == 1 and behind >= 0:
-                tokens.append([request.output[behind]])
-            else:
-                tokens.append([*req.tokens(start, end - len(drafts)), *drafts])
-            samples = end - len(drafts) == len(request.prompt) + len(request.output)
-            if with_states:
-                saves = tables.snapshot(req, end)
-                row = req.row(
-                    samples=samples, drafts=drafts, drafts_wanted=wanted, saves_state=saves
-                )
-                tables.state_loaded(req)
-            else:
-                row = req.row(samples=samples, drafts=drafts, drafts_wanted=wanted)
-            rows.append(row)
-            sample_steps.append(req.num_sampled)
-            if request.drafts:
-                request.drafts = []
-            if req.offloaded:
-                tables.drop_offloaded(req)
-            req.num_computed, req.last_step = end, number
-            if samples:
-                req.num_sampled += 1
-                req.in_flight += 1
-                if req.in_flight < tokens_ahead:
-                    self._go_ahead(req)
-        if tables.saves:
-            rows[0], tables.saves = replace(rows[0], saves=tuple(tables.saves)), []
+        """Return a step, its requests' counters moved on."""
+        table, members_B, first = self._counters, step.decoding_D, len(step.decoding_D)
+        tokens_T = np.where(table.in_flight[members_B], PENDING_TOKEN, table.newest[members_B])
+        news, number = self._news_of(members_B), self._seq + 1
+        counts_B = samples_B = np.ones(first, dtype=np.int64)
+        if step.reqs:
+            tokens, samples = self._chunks(step, news)
+            members_B = _extended(members_B, [req.row for req in step.reqs])
+            counts_B, tokens_T = _extended(counts_B, step.counts), _extended(tokens_T, tokens)
+            samples_B = _extended(samples_B, samples)
+        of, constants = self._group_of(members_B)
+        if self.tables.saves:  # by the first row, which says them of others
+            first_row = news.get(0) or self._at_row[int(members_B[0])].new_row()
+            news[0] = replace(first_row, saves=tuple(self.tables.saves))
+            self.tables.saves = []
+        starts_B, sample_steps_B = table.num_computed[members_B], table.num_sampled[members_B]
+        table.num_computed[members_B] = starts_B + counts_B
+        table.num_sampled[members_B] = sample_steps_B + samples_B
+        table.in_flight[members_B] += samples_B
+        table.last_step[members_B] = number
         self._seq = number
         self._steps += 1
         self._last_was_round = kind is StepKind.ROUND
-        requests = [req.request for req in step.reqs]
-        return MicroBatch(self._seq, kind, requests, starts, tokens, tuple(rows), sample_steps)
+        return MicroBatch(
+            seq=number,
+            kind=kind,
+            of=of,
+            slots_B=constants.slots_B,
+            starts_B=starts_B,
+            num_new_B=counts_B,
+            tokens_T=tokens_T,
+            sample_steps_B=sample_steps_B,
+            news=news,
+            num_decoding=first,
+            members_B=members_B,
+            arrivals_B=constants.arrivals_B,
+            admissions_B=constants.admissions_B,
+            changes=self._changes,
+        )
 
-    def _go_ahead(self, req: RunningRequest) -> None:
-        """Let a request's next token be asked for although the last one is not known yet."""
-        request = req.request
-        if len(request.output) < req.num_sampled < request.max_new:
-            request.output.append(PENDING_TOKEN)
+    def _chunks(self, step: StepBuilder, news: dict[int, PagedRow]) -> tuple[list[int], list[bool]]:
+        """Return the tokens of the rows that do more than decode, and which of these sample.
 
-    def _append(self, req: RunningRequest, place: int, new: Sequence[int]) -> FinishReason | None:
+        What is to be said of them is added to the news.
+        """
+        tokens: list[int] = []
+        samples: list[bool] = []
+        parts = zip(step.reqs, step.counts, step.drafts, step.wanted, strict=True)
+        for row, (req, count, drafts, wanted) in enumerate(parts, start=len(step.decoding_D)):
+            end = req.num_computed + count
+            known = end - len(drafts)
+            tokens += [*req.tokens(end - count, known), *drafts]
+            samples.append(known == req.num_tokens)
+            saves = self.tables.snapshot(req, end) if self.limits.snapshots else -1
+            found = req.take_news(
+                samples=samples[-1], drafts=drafts, drafts_wanted=wanted, saves_state=saves
+            )
+            if found is not None:
+                news[row] = found
+            self._news_taken(req)
+            req.request.drafts = []
+        return tokens, samples
+
+    def _group_of(self, members_B: Ints) -> tuple[StepRequests, RowConstants]:
+        """Return what there is of rows of the table, found once for steps of the same rows."""
+        key = members_B.tobytes()
+        if key not in self._groups:
+            requests = [self._at_row[row].request for row in members_B.tolist()]
+            self._groups[key] = StepRequests.of(requests), self._counters.constants(members_B)
+        return self._groups[key]
+
+    def _news_of(self, decoding_D: Ints) -> dict[int, PagedRow]:
+        """Return what a step says of rows that decode, by their place in it."""
+        found = {}
+        for place in self._counters.has_news[decoding_D].nonzero()[0].tolist():
+            req = self._at_row[int(decoding_D[place])]
+            row = req.take_news()
+            assert row is not None
+            found[place] = row
+            self._news_taken(req)
+        return found
+
+    def _news_taken(self, req: RunningRequest) -> None:
+        """Let go what a request's first row has brought to the stages."""
+        self.tables.state_loaded(req)
+        if req.offloaded:
+            self.tables.drop_offloaded(req)
+
+    def _take_decoded(
+        self,
+        micro_batch: MicroBatch,
+        tokens: Ints | Sequence[Sequence[int]],
+        finished: list[Request],
+    ) -> None:
+        """Take the tokens of the rows that only decode; add the requests that ended."""
+        table, count = self._counters, micro_batch.num_decoding
+        rows, outputs = micro_batch.members_B[:count], micro_batch.of.outputs
+        tokens_D = np.array(tokens[:count], dtype=np.int64).reshape(count)
+        steps_D, ends_D = micro_batch.sample_steps_B[:count], micro_batch.starts_B[:count] + 1
+        if micro_batch.changes == self._changes:
+            whole = count == len(micro_batch.members_B)
+            constants = self._group_of(rows)[1] if whole else table.constants(rows)
+            keeps_blocks_D = None
+        else:  # requests of some may have ended since: a token too many
+            there = np.flatnonzero(table.arrival[rows] == micro_batch.arrivals_B[:count])
+            outputs = [outputs[place] for place in there.tolist()]
+            rows, tokens_D = rows[there], tokens_D[there]
+            steps_D, ends_D = steps_D[there], ends_D[there]
+            constants = table.constants(rows)
+            keeps_blocks_D = constants.admissions_B == micro_batch.admissions_B[:count][there]
+            keeps_blocks_D &= constants.slots_B >= 0
+        table.newest[rows] = tokens_D
+        table.in_flight[rows] -= 1
+        self._hand_out(constants, outputs, tokens_D)
+        fills_D = ends_D >= table.fills_block_at[rows]
+        if keeps_blocks_D is not None:
+            fills_D &= keeps_blocks_D
+        for place in fills_D.nonzero()[0].tolist():
+            self.tables.register(self._at_row[int(rows[place])], int(ends_D[place]))
+        for place in constants.may_end(tokens_D, steps_D).nonzero()[0].tolist():
+            req = self._req_at(int(rows[place]))
+            reason = self._ends(req.request, int(steps_D[place]))
+            if reason is not None:
+                self._end(req, reason)
+                finished.append(req.request)
+
+    def _hand_out(self, of: RowConstants, outputs: list[list[int]], tokens_D: Ints) -> None:
+        """Put a token into each output, and keep those that are wanted as they come."""
+        new = tokens_D.tolist()
+        # By `map`, as a loop over hundreds of rows takes three times as long.
+        deque(map(list.append, outputs, new), maxlen=0)
+        self.generated_tokens += len(new)
+        if of.numbers:
+            if len(of.numbers) < len(new):
+                new = tokens_D[of.published].tolist()
+            self._new_tokens.append((of.numbers, new))
+            self._of_streams |= of.streams
+
+    def _req_at(self, row: int) -> RunningRequest:
+        """Return the request of a row of the table, running or preempted since."""
+        req = self._at_row.get(row)
+        return req or next(waiting for waiting in self._waiting if waiting.row == row)
+
+    def _take_chunks(
+        self,
+        micro_batch: MicroBatch,
+        tokens: Ints | Sequence[Sequence[int]],
+        finished: list[Request],
+    ) -> None:
+        """Take the tokens of the rows that do more than decode; add the requests that ended."""
+        table, first = self._counters, micro_batch.num_decoding
+        rows, ends = micro_batch.members_B, micro_batch.starts_B + micro_batch.num_new_B
+        there_B = table.arrival[rows] == micro_batch.arrivals_B  # others ended meanwhile
+        keeps_B = there_B & (micro_batch.admissions_B == table.admission[rows])
+        keeps_B &= table.slot[rows] >= 0
+        columns = (there_B, keeps_B, micro_batch.sample_steps_B, ends, table.fills_block_at[rows])
+        lists = [column[first:].tolist() for column in columns]
+        requests = micro_batch.requests[first:]
+        numbers: list[int] = []
+        published: list[int] = []
+        places = enumerate(zip(requests, *lists, strict=True), start=first)
+        for index, (request, there, keeps, place, end, fills_at) in places:
+            if not there:
+                continue
+            req, row, reason = self._reqs[request.id], micro_batch.news.get(index), None
+            drafts = () if row is None else row.drafts
+            if row is None or row.samples:
+                came = tokens[index]
+                if self._drafter is not None and drafts:
+                    self._drafter.observe(len(drafts), len(came) - 1)
+                reason = self._append(req, came[: request.max_new - place])
+                self.generated_tokens += len(request.output) - place
+                end += len(request.output) - place - 1 - len(drafts)
+                if request.stream or request.recorded:
+                    published += request.output[place:]
+                    numbers += [request.id] * (len(published) - len(numbers))
+                    self._of_streams |= request.stream
+            if keeps and drafts:
+                req.num_computed = end
+            if keeps and end >= fills_at:
+                self.tables.register(req, min(end, req.num_tokens))
+            if reason is not None:
+                self._end(req, reason)
+                finished.append(request)
+        if published:
+            self._new_tokens.append((numbers, published))
+
+    def _append(self, req: RunningRequest, new: Sequence[int]) -> FinishReason | None:
         """Put tokens into the output up to the first stop or the limit; why it ends, if it does."""
-        request, output = req.request, req.request.output
+        request, reason = req.request, None
+        for token in new:
+            request.output.append(int(token))
+            reason = self._ends(request, len(request.output) - 1)
+            if reason is not None:
+                break
         req.in_flight -= 1
-        req.num_sampled += len(new) - 1
-        for index, token in enumerate(new, start=place):
-            if index < len(output):
-                output[index] = token
-            else:
-                output.append(token)
-            self.generated_tokens += 1
-            if token in request.stop_ids or request.stop_texts or index + 1 == request.max_new:
-                reason = self._ends(request, index)
-                if reason is not None:
-                    del output[index + 1 :]
-                    return reason
-        if req.in_flight < self.limits.tokens_ahead:
-            self._go_ahead(req)
-        return None
+        if len(new) > 1:
+            req.num_sampled += len(new) - 1
+        req.newest = request.output[-1]
+        return reason
 
     def _ends(self, request: Request, index: int) -> FinishReason | None:
-        """Return why a request ends with a token of its output, None if it does not."""
-        output = request.output
-        may_stop = index + 1 > request.min_new
-        if may_stop and output[index] in request.stop_ids:
-            return "stop"
-        if may_stop and request.stop_texts and self._ends_in_stop_text is not None:
-            behind = output[index + 1 :]
-            del output[index + 1 :]
-            ended = self._ends_in_stop_text(request)
-            output += behind
-            if ended:
+        """Return why a request ends with the newest token of its output, None if it does not."""
+        if index + 1 > request.min_new:
+            if request.output[index] in request.stop_ids:
+                return "stop"
+            ends_in_text = self._ends_in_stop_text if request.stop_texts else None
+            if ends_in_text is not None and ends_in_text(request):
                 return "stop"
         return "length" if index + 1 == request.max_new else None
 
     def _end(self, req: RunningRequest, reason: FinishReason) -> None:
         """Forget a request, its blocks free."""
         request = req.request
-        if PENDING_TOKEN in request.output:
-            del request.output[request.output.index(PENDING_TOKEN) :]
         request.finish_reason = reason
         del self._reqs[request.id]
-        self.tables.drop_offloaded(req)
         if request.slot >= 0:
             self._let_go(req)
         else:
             self._waiting.remove(req)
             self._waiting.sort()
+        self.tables.forget(req)
+
+
+def _extended(values: Ints, more: Sequence[int]) -> Ints:
+    """Return an array with more values behind its own."""
+    others = np.array(more, dtype=np.int64)
+    return np.concatenate((values, others)) if len(values) else others

@@ -10,12 +10,13 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from llmpq.runtime.device_copies import HostCopy, arrived
@@ -27,6 +28,7 @@ from llmpq.runtime.request import (
     Abort,
     Finished,
     Halt,
+    Ints,
     Mailbox,
     MicroBatch,
     PagedRow,
@@ -68,14 +70,15 @@ class Compute(Protocol):
 _WITH_PROMPTS = (StepKind.PREFILL, StepKind.MIXED)
 
 
-def result_tokens(kind: StepKind, result_BK: Tensor, rows: Sequence[PagedRow]) -> list[list[int]]:
-    """Return the new tokens of each row."""
-    table: list[list[int]] = result_BK.tolist()
-    if kind is StepKind.ROUND or any([row.drafts for row in rows]):
+def result_tokens(
+    kind: StepKind, result_BK: Tensor, news: Mapping[int, PagedRow]
+) -> Ints | list[list[int]]:
+    """Return the new tokens of each row: an array [B, 1] where each has one."""
+    if kind is StepKind.ROUND or any(row.drafts for row in news.values()):
+        table: list[list[int]] = result_BK.tolist()
         return [line[1 : 1 + line[0]] for line in table]
-    if any([row.drafts_wanted > 0 for row in rows]):
-        return [line[:1] for line in table]
-    return table
+    tokens_B1: Ints = result_BK.numpy()[:, :1]
+    return tokens_B1.tolist() if kind is StepKind.DRAFT else tokens_B1
 
 
 def run_following_stage(
@@ -140,8 +143,6 @@ class FirstStage:
         self._deadlines: list[tuple[float, int]] = []
         """When requests are to be ended that have not, soonest first."""
         self._first_token_s: dict[int, float] = {}
-        self._num_sent: dict[int, int] = {}
-        """How many tokens of a request were published, or came with it."""
         self._num_finished = self._prompt_tokens = 0
         mailbox.progress = Progress(gauges=scheduler.gauges())
         mailbox.wake()  # the pool's size is known before the first request
@@ -204,7 +205,6 @@ class FirstStage:
                 if request.timeout_s is not None:
                     heappush(self._deadlines, (now_s + request.timeout_s, request.id))
                 self._open[request.id] = request
-                self._num_sent[request.id] = len(request.output)
                 self._scheduler.submit(request)
 
     def _end_late(self) -> None:
@@ -227,13 +227,12 @@ class FirstStage:
             self._bring_tokens(micro_batch, self._transport)
         if len(self._begun_s) < len(self._open):
             now_s = time.perf_counter()
-            for request in micro_batch.requests:
-                self._begun_s.setdefault(request.id, now_s)
+            for row in micro_batch.not_only_decoding:
+                self._begun_s.setdefault(micro_batch.of.numbers[row], now_s)
         message = describe(micro_batch)
-        numbers = tuple(request.id for request in micro_batch.requests)
-        self._recorder.count_tokens(sum(message.num_new))
+        self._recorder.count_tokens(message.num_tokens)
         with self._recorder.step(
-            message.kind, message.seq, message.num_rows, message.q_len, numbers
+            message.kind, message.seq, message.num_rows, message.q_len, micro_batch.of.numbers
         ):
             output = self._compute.run(message, None)
         if self._transport is None:
@@ -241,18 +240,19 @@ class FirstStage:
         else:
             with self._recorder.waiting(message.kind):
                 self._transport.send_step(message, arrived(output))
-            self._in_flight.append(_Flight(micro_batch, None, message.slots))
+            self._in_flight.append(_Flight(micro_batch, None, message.slots_B.tolist()))
 
     def _bring_tokens(self, micro_batch: MicroBatch, transport: Transport) -> None:
         """Have the device wait for tokens that this step builds on and the host does not know.
 
         In order, since slots change hands: a later flight's tokens must overwrite an earlier one's.
         """
-        rows = zip(micro_batch.requests, micro_batch.tokens, strict=False)
-        unknown = {request.id for request, tokens in rows if PENDING_TOKEN in tokens}
+        count = micro_batch.num_decoding  # whose tokens are the first ones
+        pending_D = micro_batch.tokens_T[:count] == PENDING_TOKEN
+        unknown = micro_batch.arrivals_B[:count][pending_D]
         needed = 0
         for place, flight in enumerate(self._in_flight):
-            if any(request.id in unknown for request in flight.micro_batch.requests):
+            if np.isin(unknown, flight.micro_batch.arrivals_B).any():
                 needed = place + 1
         for place in range(self._num_brought, needed):
             slots = self._in_flight[place].slots
@@ -266,42 +266,37 @@ class FirstStage:
         kind = micro_batch.kind
         if result is None:
             assert self._transport is not None
-            width = result_width(micro_batch.rows)
+            width = result_width(micro_batch.news)
             result = self._transport.receive_tokens(len(micro_batch.requests), width)
         # Devices work on their own: what one of them never finishes shows here.
         late = isinstance(result, HostCopy)
         with self._recorder.waiting(kind, self._num_stages) if late else nullcontext():
             table = arrived(result)
-            tokens = result_tokens(kind, table, micro_batch.rows)
+            tokens = result_tokens(kind, table, micro_batch.news)
         finished = self._scheduler.update_from_output(micro_batch, tokens)
-        self._scheduler.take_drafts(micro_batch, result_drafts(table, micro_batch.rows))
+        drafts = result_drafts(table, micro_batch.news)
+        if drafts:
+            self._scheduler.take_drafts(micro_batch, drafts)
         now_s = time.perf_counter()
         if kind in _WITH_PROMPTS:
             self._prompt_tokens += micro_batch.num_prompt_tokens
         if len(self._first_token_s) < len(self._open):
-            for request in micro_batch.requests:
+            for row in micro_batch.not_only_decoding:
+                request = micro_batch.requests[row]
                 if request.output and request.id in self._open:
                     self._first_token_s.setdefault(request.id, now_s)
-        self._publish(kind, finished, now_s, micro_batch.requests)
+        self._publish(kind, finished, now_s)
 
-    def _publish(
-        self,
-        kind: StepKind,
-        finished: Sequence[Request],
-        now_s: float,
-        stepped: Sequence[Request] = (),
-    ) -> None:
+    def _publish(self, kind: StepKind, finished: Sequence[Request], now_s: float) -> None:
         """Publish what a step, or an abort, brought."""
-        tokens, done = self._new_tokens(stepped), []
-        awaited = any(self._open[number].stream for number in tokens)
+        (tokens, awaited), done = self._scheduler.take_new_tokens(), []
         for request in finished:
             del self._open[request.id]
-            self._num_sent.pop(request.id, None)
             submitted_s = self._submitted_s.pop(request.id)
             done.append(
                 Finished(
                     id=request.id,
-                    tokens=_known(request.output) if request.aborted else request.output,
+                    tokens=request.output,
                     finish_reason=request.finish_reason or "length",
                     first_token_s=self._first_token_s.pop(request.id, now_s) - submitted_s,
                     total_s=now_s - submitted_s,
@@ -321,28 +316,8 @@ class FirstStage:
                 phase=kind.name.lower(),
                 gauges=self._scheduler.gauges(),
             )
-            for request_id, new in tokens.items():
-                self._mailbox.tokens.setdefault(request_id, []).extend(new)
+            self._mailbox.tokens += tokens
             self._mailbox.finished.extend(done)
             if done or awaited:
                 self._mailbox.awaited = True
                 self._mailbox.changed.notify_all()
-
-    def _new_tokens(self, stepped: Sequence[Request]) -> dict[int, list[int]]:
-        """Return the tokens of streamed and recorded requests that were not published yet."""
-        found = {}
-        for request in stepped:
-            if (request.stream or request.recorded) and request.id in self._open:
-                sent, output = self._num_sent[request.id], request.output
-                end = len(output)
-                while end > sent and output[end - 1] == PENDING_TOKEN:
-                    end -= 1
-                if end > sent:
-                    self._num_sent[request.id] = end
-                    found[request.id] = output[sent:end]
-        return found
-
-
-def _known(tokens: list[int]) -> list[int]:
-    """Return the tokens before the first pending one."""
-    return tokens[: tokens.index(PENDING_TOKEN)] if PENDING_TOKEN in tokens else list(tokens)

@@ -55,6 +55,10 @@ class WindowTables:
             del table.blocks[:passed]
             table.first = first
 
+    def passes_at(self, table: WindowTable) -> int:
+        """Return the position from which on a query no longer sees the first block."""
+        return (table.first + 1) * BLOCK_TOKENS + self._limits.window - 1
+
     def lacks(self, table: WindowTable, tokens: int) -> int:
         """Return how many blocks more than are available a request of so many tokens needs."""
         return self._blocks(tokens) - table.end - self.pool.num_available

@@ -8,11 +8,11 @@ knows what comes:
     (temperature, top_p and min_p are the bits of a float64; what else a request asks of its tokens
     the last stage knows by the request's number, which is -1 where it asks nothing)
 
-`paging` counts the int64 behind the header that say which blocks the rows got:
+`paging` counts the int64 behind the header that say what is new of rows, blocks they got above all:
 
-    [slot, flags, drafts, first block, new blocks, admission, first window block, new window
-     blocks, saves, loads, drafts wanted, loads state, saves state]
-    + drafts, new blocks, new window blocks, saves, loads                             for each row
+    [row, slot, flags, drafts, first block, new blocks, first window block, new window blocks,
+     saves, loads, drafts wanted, loads state, saves state]
+    + drafts, new blocks, new window blocks, saves, loads              for each row that has news
     (flags: 1, it samples; 2, it resumes; of lists the first line has the lengths; `PagedRow` says
     what each is)
 
@@ -23,14 +23,16 @@ other's.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from llmpq.runtime.request import PagedRow, StepKind
+from llmpq.runtime.row_sampling import RowSampling
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step import StepMessage
 from llmpq.runtime.token_rules import NO_RULES
@@ -49,45 +51,35 @@ def header_size(max_rows: int) -> int:
 
 def pack_header(message: StepMessage, max_rows: int) -> Tensor:
     """Return the header tensor of a message."""
-    has_tokens = int(message.sends_tokens)
-    paging = sum(_paging_sizes(message.paged))
-    values = [message.kind, message.seq, message.num_rows, message.q_len, has_tokens, paging]
-    values.append(int(message.every_place))
-    values += [0] * (_WIDTH - len(values))
-    for row in range(message.num_rows):
-        sampling = message.sampling[row]
-        values += [
-            message.slots[row],
-            message.starts[row],
-            message.num_new[row],
-            message.sample_steps[row],
-            _float_bits(sampling.temperature),
-            sampling.top_k or 0,
-            _float_bits(sampling.top_p),
-            _float_bits(sampling.min_p),
-            sampling.seed,
-            message.requests[row] if message.requests else NO_RULES,
-        ]
-    header = torch.zeros(header_size(max_rows), dtype=torch.long)
-    header[: len(values)] = torch.tensor(values, dtype=torch.long)
-    return header
+    header = np.zeros((1 + max_rows, _WIDTH), dtype=np.int64)
+    paging = sum(_paging_sizes(message.news))
+    first = (message.kind, message.seq, message.num_rows, message.q_len, message.sends_tokens)
+    header[0, :7] = (*first, paging, message.every_place)
+    rows = header[1 : 1 + message.num_rows]
+    rows[:, 0], rows[:, 1] = message.slots_B, message.starts_B
+    rows[:, 2], rows[:, 3] = message.num_new_B, message.sample_steps_B
+    if message.num_rows:
+        rows[:, 4:9] = [_numbers(config) for config in message.sampling]
+        rows[:, 9] = message.rules_B if len(message.rules_B) else NO_RULES
+    return torch.from_numpy(header.reshape(-1))
 
 
 def unpack_header(header: Tensor) -> StepMessage:
-    """Return the message of a header; `tokens` is left out."""
-    values = header.tolist()
-    kind, seq, num_rows = StepKind(values[0]), values[1], values[2]
-    rows = [values[_WIDTH * (1 + row) : _WIDTH * (2 + row)] for row in range(num_rows)]
+    """Return the message of a header; `tokens_T` is left out."""
+    # A copy: what it came in is used for the next one.
+    values = header.numpy().reshape(-1, _WIDTH).copy()
+    kind, seq, num_rows, *_ = values[0].tolist()
+    rows = values[1 : 1 + num_rows]
     return StepMessage(
-        kind=kind,
+        kind=StepKind(kind),
         seq=seq,
-        slots=[row[0] for row in rows],
-        starts=[row[1] for row in rows],
-        num_new=[row[2] for row in rows],
-        sample_steps=[row[3] for row in rows],
-        sampling=[_choice(*row[4:9]) for row in rows],
-        requests=[row[9] for row in rows],
-        every_place=bool(values[6]),
+        slots_B=rows[:, 0],
+        starts_B=rows[:, 1],
+        num_new_B=rows[:, 2],
+        sample_steps_B=rows[:, 3],
+        sampling=RowSampling([_choice(*config) for config in rows[:, 4:9].tolist()]),
+        rules_B=rows[:, 9],
+        every_place=bool(values[0, 6]),
     )
 
 
@@ -104,20 +96,20 @@ def max_paging_size(max_rows: int, max_blocks: int) -> int:
     return max_rows * (_PAGING_WIDTH + MAX_GAMMA + 5 * max_blocks)
 
 
-def _paging_sizes(rows: Sequence[PagedRow]) -> Iterator[int]:
+def _paging_sizes(news: Mapping[int, PagedRow]) -> Iterator[int]:
     """Yield the int64 that `pack_paging` writes of each row."""
-    for row in rows:
+    for row in news.values():
         more = len(row.drafts) + len(row.new_blocks) + len(row.new_window_blocks)
         yield _PAGING_WIDTH + more + 2 * (len(row.saves) + len(row.loads))
 
 
-def pack_paging(rows: Sequence[PagedRow]) -> Tensor:
-    """Return which blocks the rows of a step got; empty without rows."""
+def pack_paging(news: Mapping[int, PagedRow]) -> Tensor:
+    """Return what there is to say of rows of a step; empty without news."""
     values: list[int] = []
-    for row in rows:
+    for number, row in news.items():
         flags = int(row.samples) + 2 * int(row.resumes)
-        values += [row.slot, flags, len(row.drafts), row.first_block, len(row.new_blocks)]
-        values += [row.admission, row.first_window_block, len(row.new_window_blocks)]
+        values += [number, row.slot, flags, len(row.drafts), row.first_block, len(row.new_blocks)]
+        values += [row.first_window_block, len(row.new_window_blocks)]
         values += [len(row.saves), len(row.loads), row.drafts_wanted]
         values += [row.loads_state, row.saves_state]
         values += [*row.drafts, *row.new_blocks, *row.new_window_blocks]
@@ -126,10 +118,10 @@ def pack_paging(rows: Sequence[PagedRow]) -> Tensor:
 
 
 def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
-    """Return a message with the rows that `pack_paging` wrote."""
-    values, rows, at = paging.tolist(), [], 0
-    for _ in range(message.num_rows if values else 0):
-        slot, flags, num_drafts, first_block, num_new, admission, first_window, num_window = values[
+    """Return a message with the news that `pack_paging` wrote."""
+    values, news, at = paging.tolist(), {}, 0
+    while at < len(values):
+        number, slot, flags, num_drafts, first_block, num_new, first_window, num_window = values[
             at : at + 8
         ]
         num_saves, num_loads, drafts_wanted, loads_state, saves_state = values[
@@ -141,25 +133,22 @@ def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
         saved = windowed + num_window
         loaded = saved + 2 * num_saves
         at = loaded + 2 * num_loads
-        rows.append(
-            PagedRow(
-                slot=slot,
-                samples=bool(flags & 1),
-                resumes=bool(flags & 2),
-                drafts=tuple(values[drafts:blocks]),
-                first_block=first_block,
-                new_blocks=tuple(values[blocks:windowed]),
-                first_window_block=first_window,
-                new_window_blocks=tuple(values[windowed:saved]),
-                saves=_pairs(values[saved:loaded]),
-                loads=_pairs(values[loaded:at]),
-                admission=admission,
-                drafts_wanted=drafts_wanted,
-                loads_state=loads_state,
-                saves_state=saves_state,
-            )
+        news[number] = PagedRow(
+            slot=slot,
+            samples=bool(flags & 1),
+            resumes=bool(flags & 2),
+            drafts=tuple(values[drafts:blocks]),
+            first_block=first_block,
+            new_blocks=tuple(values[blocks:windowed]),
+            first_window_block=first_window,
+            new_window_blocks=tuple(values[windowed:saved]),
+            saves=_pairs(values[saved:loaded]),
+            loads=_pairs(values[loaded:at]),
+            drafts_wanted=drafts_wanted,
+            loads_state=loads_state,
+            saves_state=saves_state,
         )
-    return replace(message, paged=tuple(rows))
+    return replace(message, news=news)
 
 
 def _pairs(values: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -179,6 +168,17 @@ def _choice(temperature: int, top_k: int, top_p: int, min_p: int, seed: int) -> 
 
 
 @lru_cache(maxsize=_KEPT)
+def _numbers(config: SamplerConfig) -> tuple[int, int, int, int, int]:
+    """Return what `_choice` takes."""
+    return (
+        _float_bits(config.temperature),
+        config.top_k or 0,
+        _float_bits(config.top_p),
+        _float_bits(config.min_p),
+        config.seed,
+    )
+
+
 def _float_bits(value: float) -> int:
     bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
     return bits

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from llmpq.plan import Worker
 from llmpq.runtime.links.message import pack_header, pack_paging, unpack_header, unpack_paging
-from llmpq.runtime.links.transport import HostTokens, with_tokens
+from llmpq.runtime.links.transport import HostTokens
+from llmpq.runtime.request import Ints
 from llmpq.runtime.step import StepMessage
 
 _T = TypeVar("_T")
@@ -23,7 +24,7 @@ _T = TypeVar("_T")
 class Ring:
     """The queues that connect the threads of one process; the simplest transport."""
 
-    steps: tuple[queue.Queue[tuple[Tensor, Tensor, Tensor | None, Tensor | None]], ...]
+    steps: tuple[queue.Queue[tuple[Tensor, Tensor, Tensor | None, Ints | None]], ...]
     tokens: queue.Queue[Tensor]
     broken: threading.Event
     """Set when a stage's thread failed, so that the others do not wait for it."""
@@ -58,8 +59,8 @@ class ThreadTransport(HostTokens):
 
     def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
         """Send a micro-batch to the next stage; a STOP has no hidden states."""
-        tokens = message.tokens_1T() if self._one_way or message.sends_tokens else None
-        header, paging = pack_header(message, self._max_rows), pack_paging(message.paged)
+        tokens = message.tokens_T if self._one_way or message.sends_tokens else None
+        header, paging = pack_header(message, self._max_rows), pack_paging(message.news)
         self._ring.steps[self._rank + 1].put((header, paging, hidden_BQH, tokens))
 
     def receive_step(self) -> tuple[StepMessage, Tensor | None]:
@@ -67,7 +68,7 @@ class ThreadTransport(HostTokens):
         header, paging, hidden_BQH, tokens = self._ring.take(self._ring.steps[self._rank])
         message = unpack_paging(unpack_header(header), paging)
         if tokens is not None:
-            message = with_tokens(message, tokens.tolist())
+            message = replace(message, tokens_T=tokens)
         return message, hidden_BQH
 
     def send_tokens(self, tokens_BK: Tensor) -> None:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import islice
 from typing import Protocol
 
 import torch
@@ -153,11 +152,11 @@ class GlooTransport(HostTokens):
 
     def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
         """Send a micro-batch to the next stage; a STOP has no hidden states."""
-        parts = [pack_header(message, self._max_rows), pack_paging(message.paged)]
+        parts = [pack_header(message, self._max_rows), pack_paging(message.news)]
         if hidden_BQH is not None:
             parts.append(hidden_BQH.contiguous())
         if self._one_way or message.sends_tokens:
-            parts.append(message.tokens_1T())
+            parts.append(torch.from_numpy(message.tokens_T))
         if self._rank == 0 and hidden_BQH is not None and not self._one_way:
             self._expect_tokens(message)
         data = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
@@ -195,8 +194,8 @@ class GlooTransport(HostTokens):
             reader.read_into(room[share])
         hidden_BQH = room[hidden_at:tokens_at].view(self._dtype).view(shape)
         if has_tokens:
-            tokens_BQ = room[tokens_at:end].clone().view(torch.long).view(shape[:2])
-            message = with_tokens(message, tokens_BQ.tolist())
+            tokens_T = room[tokens_at:end].clone().view(torch.long)
+            message = replace(message, tokens_T=tokens_T.numpy())
         return message, hidden_BQH
 
     def send_tokens(self, tokens_BK: Tensor) -> None:
@@ -235,7 +234,7 @@ class GlooTransport(HostTokens):
 
     def _expect_tokens(self, message: StepMessage) -> None:
         """Post the receive of a micro-batch's tokens, so that they need not wait for it."""
-        shape = (message.num_rows, result_width(message.paged))
+        shape = (message.num_rows, result_width(message.news))
         tokens_BK = torch.empty(shape, dtype=torch.long)
         work = dist.irecv(tokens_BK, self._ring[-1])
         assert work is not None
@@ -281,12 +280,6 @@ class _PartReader:
         work = dist.irecv(room, self._source, group=self.group)
         assert work is not None
         self._coming.append((work, room))
-
-
-def with_tokens(message: StepMessage, tokens: list[list[int]]) -> StepMessage:
-    """Return a message with its new tokens, [1, T], row by row."""
-    rest = iter(tokens[0])
-    return replace(message, tokens=[list(islice(rest, n)) for n in message.num_new])
 
 
 def join_gloo(

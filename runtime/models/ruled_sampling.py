@@ -27,7 +27,13 @@ from torch import Tensor
 from llmpq.runtime.device_copies import HostCopy, arrived, to_host_async, upload
 from llmpq.runtime.models.sampling import sample, sampler_of
 from llmpq.runtime.step import StepMessage
-from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput, TokenScore, TokenScores
+from llmpq.runtime.token_rules import (
+    NO_RULES,
+    LogitsConstraints,
+    LogprobOutput,
+    TokenScore,
+    TokenScores,
+)
 
 _POSITIONS_AT_ONCE = 64
 """Positions of a prompt whose logits are made together: a few float copies of them live at once."""
@@ -193,15 +199,17 @@ class ConstrainedSampler:
 
     def knows(self, message: StepMessage) -> bool:
         """Whether a row of a step has rules."""
-        return any(number in self._known for number in message.requests)
+        rules_B = message.rules_B
+        if not len(rules_B):
+            return False
+        return any(number in self._known for number in rules_B[rules_B != NO_RULES].tolist())
 
     def scores_prompts(self, message: StepMessage) -> bool:
         """Whether other positions of a step than the last ones are asked for."""
-        rows = zip(message.requests, message.starts, message.num_new, strict=False)
-        known = ((self._known.get(number), start, count) for number, start, count in rows)
+        starts_B, counts_B = message.starts_B, message.num_new_B
         return any(
-            ruled is not None and ruled.unscored(start, count) is not None
-            for ruled, start, count in known
+            ruled.unscored(int(starts_B[row]), int(counts_B[row])) is not None
+            for row, ruled in self._ruled(message).items()
         )
 
     def look_ahead(self, message: StepMessage, logits: Tensor) -> bool:
@@ -212,12 +220,12 @@ class ConstrainedSampler:
         ruled = self._ruled(message)
         if all(known.automaton is None for known in ruled.values()):
             return False
-        self._masks = _Masks.of(ruled, message.sample_steps, logits, meanwhile=True)
+        self._masks = _Masks.of(ruled, message.sample_steps_B.tolist(), logits, meanwhile=True)
         return True
 
     def pick(self, logits_BV: Tensor, message: StepMessage) -> Tensor:
         """Return tokens [B] of a step's rows, and note what their rules ask."""
-        params, steps = message.sampling, message.sample_steps
+        params, steps = message.sampling, message.sample_steps_B.tolist()
         masks, self._masks = self._masks, None
         ruled = self._ruled(message) if masks is None else masks.ruled
         changed = [row for row, known in ruled.items() if known.rules.changes_logits]
@@ -237,8 +245,13 @@ class ConstrainedSampler:
 
     def _ruled(self, message: StepMessage) -> dict[int, _Ruled]:
         """Return the rules of a step's rows, by row."""
-        rows = ((row, self._known.get(number)) for row, number in enumerate(message.requests))
-        return {row: known for row, known in rows if known is not None}
+        rules_B = message.rules_B
+        if not len(rules_B):
+            return {}
+        rows = np.flatnonzero(rules_B != NO_RULES)
+        numbers = zip(rows.tolist(), rules_B[rows].tolist(), strict=True)
+        found = ((row, self._known.get(number)) for row, number in numbers)
+        return {row: known for row, known in found if known is not None}
 
     def _keep_tokens(
         self, ruled: Mapping[int, _Ruled], steps: Sequence[int], tokens_B: Tensor, logits_BV: Tensor
@@ -256,10 +269,10 @@ class ConstrainedSampler:
         self, head: Callable[[Tensor], Tensor], hidden_BQh: Tensor, message: StepMessage
     ) -> None:
         """Note the scores of prompts' tokens that follow a step's positions."""
-        for row, number in enumerate(message.requests):
-            known, start = self._known.get(number), message.starts[row]
-            part = None if known is None else known.unscored(start, message.num_new[row])
-            if known is None or part is None:
+        for row, known in self._ruled(message).items():
+            start = int(message.starts_B[row])
+            part = known.unscored(start, int(message.num_new_B[row]))
+            if part is None:
                 continue
             first, end = part
             prompt = known.once(

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from llmpq.runtime.device_copies import upload
+from llmpq.runtime.row_sampling import RowSampling
 from llmpq.runtime.sampling_params import SamplerConfig
 
 __all__ = [
@@ -54,7 +57,7 @@ def sampler_of(
         raise ValueError(
             f"{like.shape[0]} rows of logits, {len(params)} params, {len(steps)} steps"
         )
-    if like.is_cuda and not any(p.min_p for p in params):
+    if like.is_cuda and not row_sampling(params).has_min_p:
         # Triton is not imported where there is no GPU.
         from llmpq.kernels.fused.draw_tokens import sample_rows
 
@@ -88,17 +91,24 @@ def likeliest(logits: Tensor) -> Tensor:
     return logits.max(dim=-1).indices if logits.device.type == "cpu" else logits.argmax(dim=-1)
 
 
+def row_sampling(params: Sequence[SamplerConfig]) -> RowSampling:
+    """Return what rows ask, with what was collected of it before."""
+    return params if isinstance(params, RowSampling) else RowSampling(params)
+
+
 def sampling_rows(
     params: Sequence[SamplerConfig], steps: Sequence[int], *, vocab: int
-) -> list[list[float]]:
-    """Return the kernel's parameters [4, B]: temperatures, k, p and random values."""
-    alone = [p.greedy for p in params]  # then the most likely token is all there is
-    return [
-        [1.0 if one else p.temperature for p, one in zip(params, alone, strict=True)],
-        [1 if one else min(p.top_k or vocab, vocab) for p, one in zip(params, alone, strict=True)],
-        [1.0 if one else p.top_p for p, one in zip(params, alone, strict=True)],
-        [uniform(p.seed, step) for p, step in zip(params, steps, strict=True)],
-    ]
+) -> NDArray[np.float64]:
+    """Return the kernel's parameters [4, B]: temperatures, k, p and random values.
+
+    Of greedy rows k is 1: the most likely token is all there is.
+    """
+    rows = row_sampling(params)
+    table = np.empty((4, len(rows)))
+    table[:3] = rows.choices_3B
+    table[1] = np.minimum(np.where(table[1] == 0, vocab, table[1]), vocab)
+    table[3] = uniforms(rows.seeds_B, steps)
+    return table
 
 
 def probabilities(logits_BV: Tensor, params: Sequence[SamplerConfig]) -> Tensor:
@@ -187,8 +197,27 @@ def uniform(seed: int, step: int, stream: int = 0) -> float:
     return (state >> 11) * 2.0**-53
 
 
+def uniforms(seeds_B: NDArray[np.uint64], steps: Sequence[int]) -> NDArray[np.float64]:
+    """Return `uniform` of each row's seed and step."""
+    steps_B = np.asarray(steps, dtype=np.uint64)
+    state_B = _mix_rows(_mix_rows(_mix_rows(seeds_B)) ^ steps_B)
+    return (state_B >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Of SplitMix64."""
+
+
 def _mix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    value = (value + _STEP) & _MASK
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
     return value ^ (value >> 31)
+
+
+def _mix_rows(values_B: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return `_mix` of each; arrays of 64 bits wrap by themselves."""
+    values_B = values_B + np.uint64(_STEP)
+    values_B = (values_B ^ (values_B >> np.uint64(30))) * np.uint64(_FIRST)
+    values_B = (values_B ^ (values_B >> np.uint64(27))) * np.uint64(_SECOND)
+    return values_B ^ (values_B >> np.uint64(31))

@@ -11,6 +11,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from llmpq.runtime.engine.pool_limits import PoolLimits, max_ahead, max_in_flight
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.request import MicroBatch, Request
@@ -96,10 +98,11 @@ class SimulatedEngine:
     def _finish_oldest(self) -> None:
         micro_batch, done_s = self._under_way.popleft()
         self.now = max(self.now, done_s)
-        tokens = [[TOKEN] if row.samples else [] for row in micro_batch.rows]
+        tokens = np.full((len(micro_batch.requests), 1), TOKEN)
         ended = self._scheduler.update_from_output(micro_batch, tokens)
-        for request, row in zip(micro_batch.requests, micro_batch.rows, strict=True):
-            if row.samples and request.id in self._at:
+        for row in micro_batch.not_only_decoding:
+            request, news = micro_batch.requests[row], micro_batch.news.get(row)
+            if (news is None or news.samples) and request.id in self._at:
                 self._first.setdefault(request.id, self.now)
         for request in ended:
             self.served.append(
@@ -117,12 +120,9 @@ class SimulatedEngine:
 
 def step_rows(micro_batch: MicroBatch) -> StepRows:
     """Return the rows of a step: those of one token behind others decode."""
-    chunks, caches = [], []
-    for start, tokens in zip(micro_batch.starts, micro_batch.tokens, strict=True):
-        count = len(tokens)
-        if count == 1 and start:
-            caches.append(start + 1)
-        else:
-            chunks.append((start, count))
-    samples = sum(row.samples for row in micro_batch.rows)
-    return StepRows(chunks=chunks, caches=caches, samples=samples)
+    starts_B, counts_B = micro_batch.starts_B, micro_batch.num_new_B
+    decodes_B = (counts_B == 1) & (starts_B > 0)
+    chunks = zip(starts_B[~decodes_B].tolist(), counts_B[~decodes_B].tolist(), strict=True)
+    samples = len(starts_B) - sum(not row.samples for row in micro_batch.news.values())
+    caches = (starts_B[decodes_B] + 1).tolist()
+    return StepRows(chunks=list(chunks), caches=caches, samples=samples)

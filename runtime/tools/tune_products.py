@@ -246,7 +246,7 @@ class StepTimer:
         )
         assert isinstance(compute, CudaStageRunner)
         message = step_message(rows, context, 1, num_blocks=size.num_blocks)
-        compute.kv.take_rows(message.paged, message.starts)
+        compute.kv.take_rows(message.rows_with_news, message.starts_with_news)
         return seconds_of(lambda: compute.plain(message), repeats=REPEATS) * 1e6
 
     @torch.inference_mode()

@@ -10,7 +10,6 @@ Nothing here depends on the rows of a step, so that a captured step serves any.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,10 +20,10 @@ from llmpq.kernels.formats.kv_block import TILE_TOKENS, KVFormat, pool_format
 from llmpq.kernels.kv.launch_plan import AHEAD, LOOP_SHAPE, programs_per_sm, shared_memory
 from llmpq.kernels.kv.paged.packed_pages_deal import ENTRY, Deal, Ints, deal
 from llmpq.kernels.kv.paged.paged_plan import Scores
-from llmpq.kernels.kv.paged.paged_rows import summed_rows
+from llmpq.kernels.kv.paged.paged_rows import Rows, summed_rows
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.precision import KVPrecision
-from llmpq.sizes.kv_format import TAIL_TOKENS, packed_end
+from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS
 
 RING_STEP = 32
 """Tokens of a step over the ring (attend.py)."""
@@ -159,13 +158,13 @@ class PackedPlan:
 
     def table(
         self,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
+        slots: Rows,
+        starts: Rows,
+        counts: Rows,
         *,
         num_rows: int,
         num_places: int,
-    ) -> list[list[int]]:
+    ) -> Ints:
         """Return the rows' table, padding behind them."""
         if self.for_rows(num_rows) is not self:
             own = self.for_rows(num_rows)
@@ -177,7 +176,8 @@ class PackedPlan:
             tile_queries=self.tile_queries,
         )
         parts = self._deal(table)
-        return [*table[:5], parts.packed.ends, parts.ring.ends]
+        table[5], table[6] = parts.packed.ends, parts.ring.ends
+        return table
 
     @property
     def num_work_split(self) -> int:
@@ -185,24 +185,23 @@ class PackedPlan:
         most = self.programs if self.many_rows is None else max(self.programs, self.many_rows[2])
         return 2 * most * ENTRY
 
-    def work_split(self, table: Sequence[Sequence[int]]) -> Ints:
+    def work_split(self, table: Ints) -> Ints:
         """Return what each program takes of a rows' table."""
-        own = self.for_rows(len(table[0]))
+        own = self.for_rows(table.shape[1])
         entries = own._deal(table).entries(own.programs, (table[0], table[1], table[3]))
         return np.pad(entries, (0, self.num_work_split - len(entries)))
 
-    def _steps(self, position: int) -> tuple[int, int]:
-        """Return the steps over packed tiles and over the ring of a query at a position."""
-        line = packed_end(position)
-        return line // (self.tiles * TILE_TOKENS), -(-(position + 1 - line) // RING_STEP)
+    def _steps(self, positions_R: Ints) -> tuple[Ints, Ints]:
+        """Return the steps over packed tiles and over the ring of queries at positions."""
+        # packed_end of llmpq/sizes/kv_format.py
+        line_R = np.maximum(0, (positions_R - HOLDBACK_TOKENS) // BLOCK_TOKENS) * BLOCK_TOKENS
+        ring_R = -(-(positions_R + 1 - line_R) // RING_STEP)
+        return line_R // (self.tiles * TILE_TOKENS), ring_R
 
-    def _deal(self, table: Sequence[Sequence[int]]) -> Deal:
-        own = [
-            self._steps(start) if slot >= 0 and count == 1 else (0, 0)
-            for slot, start, count in zip(*table[:3], strict=True)
-        ]
-        packed, rings = zip(*own, strict=True)
-        return deal(packed, rings, self.programs)
+    def _deal(self, table: Ints) -> Deal:
+        decodes_R = (table[0] >= 0) & (table[2] == 1)
+        packed, rings = (of_rows * decodes_R for of_rows in self._steps(table[1]))
+        return deal(tuple(packed.tolist()), tuple(rings.tolist()), self.programs)
 
     def decode_options(self, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `decode_packed`."""

@@ -22,7 +22,6 @@ H query heads, D channels, V of them values, T places, R rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmpq.kernels.kv.launch_plan import shared_memory
-from llmpq.kernels.kv.paged.paged_rows import summed_rows
+from llmpq.kernels.kv.paged.paged_rows import Ints, Rows, summed_rows
 from llmpq.kernels.kv.tiles import choose_splits
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.sizes.kv_format import BLOCK_TOKENS
@@ -284,16 +283,16 @@ class LatentPlan:
 
     def table(
         self,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
+        slots: Rows,
+        starts: Rows,
+        counts: Rows,
         *,
         num_rows: int,
         num_places: int,
-    ) -> list[list[int]]:
+    ) -> Ints:
         """Return a step's rows as the kernels read them."""
         return summed_rows(
-            *(slots, starts, counts, lambda _: (0, 0)),
+            *(slots, starts, counts, lambda positions_R: (0 * positions_R, 0 * positions_R)),
             num_rows=num_rows,
             num_places=num_places,
             tile_queries=self.tile_queries,
@@ -302,7 +301,7 @@ class LatentPlan:
     num_work_split = 0
     """Values that `work_split` returns."""
 
-    def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
+    def work_split(self, table: Ints) -> list[int]:
         """Return what each program takes of a rows' table: nothing, programs have rows."""
         return []
 

@@ -25,18 +25,23 @@ tokens is padding, too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.overlap import overlaps
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
+Ints = NDArray[np.int64]
+Rows = Sequence[int] | Ints
 FIELDS = 7
 WORK_SPLIT = 8
 """Numbers of a program."""
@@ -58,24 +63,27 @@ class TokenPlaces:
 
 
 def row_table(
-    slots: Sequence[int],
-    starts: Sequence[int],
-    counts: Sequence[int],
+    slots: Rows,
+    starts: Rows,
+    counts: Rows,
     *,
     num_rows: int,
     num_places: int,
     tile_queries: int,
     tile_keys: int,
     window: int = 0,
-) -> list[list[int]]:
+) -> Ints:
     """Return the rows' table, with a row of padding behind them where tokens are fewer than places.
 
     `tile_queries`, `tile_keys`, `window`: as `PagedPlan` says.
     """
 
-    def tiles_of(position: int) -> tuple[int, int]:
-        own = -(-(position + 1) // tile_keys)
-        return own, own - max(position + 1 - (window or position + 1), 0) // tile_keys
+    def tiles_of(positions_R: Ints) -> tuple[Ints, Ints]:
+        ends_R = positions_R + 1
+        own_R = -(-ends_R // tile_keys)
+        if not window:
+            return own_R, own_R
+        return own_R, own_R - np.maximum(ends_R - window, 0) // tile_keys
 
     return summed_rows(
         *(slots, starts, counts, tiles_of),
@@ -86,90 +94,94 @@ def row_table(
 
 
 def summed_rows(
-    slots: Sequence[int],
-    starts: Sequence[int],
-    counts: Sequence[int],
-    tiles_of: Callable[[int], tuple[int, int]],
+    slots: Rows,
+    starts: Rows,
+    counts: Rows,
+    tiles_of: Callable[[Ints], tuple[Ints, Ints]],
     *,
     num_rows: int,
     num_places: int,
     tile_queries: int,
-) -> list[list[int]]:
-    """Return the rows' table; `tiles_of`: tiles of two sorts that a query at a position reads."""
-    used, tokens = len(slots), sum(counts)
-    extra = num_rows - used
-    if tokens > num_places or extra < (tokens < num_places):
+) -> Ints:
+    """Return the rows' table [7, num_rows].
+
+    `tiles_of`: tiles of two sorts that queries at positions read.
+    """
+    used, counts_R = len(slots), np.asarray(counts, dtype=np.int64)
+    ends_R = counts_R.cumsum()
+    tokens = int(ends_R[-1]) if used else 0
+    if tokens > num_places or num_rows - used < (tokens < num_places):
         raise ValueError(
             f"{used} rows of {tokens} tokens do not go into a step of {num_rows} rows and "
             f"{num_places} places; give it more of either"
         )
-    firsts, query_tiles, key_tiles, other_tiles = [], [], [], []
-    place = queries = keys = others = 0
-    for start, count in zip(starts, counts, strict=True):
-        firsts.append(place)
-        place += count
-        if count > 1:
-            queries += -(-count // tile_queries)
-        else:
-            own, other = tiles_of(start)
-            keys += own
-            others += other
-        query_tiles.append(queries)
-        key_tiles.append(keys)
-        other_tiles.append(others)
-    return [
-        [*slots, *[-1] * extra],
-        [*starts, *[0] * extra],
-        [*counts, *[num_places - place, *[0] * (extra - 1)][:extra]],
-        [*firsts, *[place] * extra],
-        [*query_tiles, *[queries] * extra],
-        [*key_tiles, *[keys] * extra],
-        [*other_tiles, *[others] * extra],
-    ]
+    table = np.zeros((FIELDS, num_rows), dtype=np.int64)
+    if used < num_rows:
+        table[0, used:], table[3, used:] = -1, tokens
+        table[2, used] = num_places - tokens
+    table[0, :used], table[1, :used], table[2, :used] = slots, starts, counts_R
+    table[3, :used] = ends_R - counts_R
+    table[5, :used], table[6, :used] = tiles_of(table[1, :used])
+    if tokens > used:  # else every row decodes
+        chunks_R = (counts_R > 1).nonzero()[0]
+        table[4, chunks_R] = -(-counts_R[chunks_R] // tile_queries)
+        table[5:, chunks_R] = 0
+    table[4:].cumsum(axis=1, out=table[4:])
+    return table
 
 
-def split_work(table: Sequence[Sequence[int]], programs: int, *, windowed: bool) -> list[int]:
-    """Return what each program of attention takes of a rows' table, and where it begins.
+def split_work(table: Ints, programs: int, *, windowed: bool) -> Ints:
+    """Return what each program of attention takes of a rows' table, and where it begins; flat.
 
     The host knows it, so that no program has to find its rows before it can ask for their keys.
     """
-    slots, starts = table[0], table[1]
-    return [
-        number
-        for sums in (table[5], table[6])[: 1 + windowed]
-        for number in _split_line(sums, slots, starts, programs)
-    ]
+    whole = _split_line(table[5], table, programs)
+    if not windowed:
+        return whole
+    return np.concatenate((whole, _split_line(table[6], table, programs)))
 
 
-def _split_line(
-    sums: Sequence[int], slots: Sequence[int], starts: Sequence[int], programs: int
-) -> list[int]:
+def _split_line(sums_R: Ints, table: Ints, programs: int) -> Ints:
     """Deal out a line of tiles of which row r has those before sums[r]."""
-    total, share, row = sums[-1], share_of(sums, programs), 0
-    found: list[int] = []
-    for first in range(0, total, share):
-        last = min(total, first + share)
-        while sums[row] <= first:
-            row += 1
-        row_last = row
-        while sums[row_last] < last:
-            row_last += 1
-        begin = sums[row - 1] if row else 0
-        found += [row, row_last, last, share, begin, sums[row], slots[row], starts[row] + 1]
-    return found + [0, -1, 0, share, 0, 0, 0, 1] * (programs - len(found) // WORK_SPLIT)
+    dealt, row_P = _dealt(np.asarray(sums_R, dtype=np.int64).tobytes(), programs)
+    found = dealt.copy()
+    used = found[: len(row_P)]
+    used[:, 6], used[:, 7] = table[0, row_P], table[1, row_P] + 1
+    return found.ravel()
 
 
-def share_of(sums: Sequence[int], programs: int) -> int:
+@functools.lru_cache(maxsize=64)
+def _dealt(sums: bytes, programs: int) -> tuple[Ints, Ints]:
+    """Return what each program takes of a line of tiles, but for the slot and tokens of its row.
+
+    And the first row of each that takes some. Few rows have the same tiles for many steps.
+    """
+    sums_R = np.frombuffer(sums, dtype=np.int64)
+    total, share = int(sums_R[-1]), share_of(sums_R, programs)
+    first_P = np.arange(0, total, share)
+    last_P = np.minimum(first_P + share, total)
+    row_P = sums_R.searchsorted(first_P, "right")
+    found = np.empty((programs, WORK_SPLIT), dtype=np.int64)
+    found[:] = (0, -1, 0, share, 0, 0, 0, 1)
+    used = found[: len(first_P)]
+    used[:, 0], used[:, 1] = row_P, sums_R.searchsorted(last_P, "left")
+    begins_R = np.zeros(len(sums_R), dtype=np.int64)
+    begins_R[1:] = sums_R[:-1]
+    used[:, 2], used[:, 4], used[:, 5] = last_P, begins_R[row_P], sums_R[row_P]
+    return found, row_P
+
+
+def share_of(sums_R: Ints, programs: int) -> int:
     """Return the tiles of a program.
 
     Of rows of one length a program takes whole ones, or a row is dealt out evenly, if that makes
     its share no more than a sixteenth longer.
     """
-    total = sums[-1]
+    tiles_R = sums_R.copy()
+    tiles_R[1:] -= sums_R[:-1]
+    total, longest = int(sums_R[-1]), int(tiles_R.max())
     share = max(1, -(-total // programs))
-    tiles = [end - begin for begin, end in zip((0, *sums), sums, strict=False) if end > begin]
-    longest = max(tiles, default=0)
-    if longest == 0 or longest * len(tiles) != total:
+    if longest == 0 or longest * np.count_nonzero(tiles_R) != total:
         return share
     parts = longest // share
     even = -(-longest // parts) if parts else -(-share // longest) * longest

@@ -195,8 +195,9 @@ class StepGraphs(ABC):
             copied.synchronize()
         end = 0
         for values in self._values(message, num_rows):
-            self._staged[place, end : end + len(values)] = values
-            end += len(values)
+            if len(values):
+                self._staged[place, end : end + len(values)] = values
+                end += len(values)
         self._rows[:end].copy_(self._staging[place, :end], non_blocking=True)
         if self._device.type == "cuda":
             event = copied or torch.cuda.Event()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from llmpq.runtime.backends.gpu.late_tokens import LateTokens
 from llmpq.runtime.backends.gpu.mtp_graphs import CudaMtpDrafts
 from llmpq.runtime.backends.gpu.paged_graphs import PagedGraphs, rungs
 from llmpq.runtime.backends.gpu.paged_rounds import PagedRoundGraphs
-from llmpq.runtime.backends.stage_runner import StageRunner, num_wanted, result_table, rows_of
+from llmpq.runtime.backends.stage_runner import StageRunner, result_table
 from llmpq.runtime.cache.gpu_forwarding_kv import GpuDraftedKV
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.kv_cache import PagedKV
@@ -35,8 +36,7 @@ from llmpq.runtime.device_copies import HostCopy, to_host_async, upload
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.request import PENDING_TOKEN, PagedRow, StepKind
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.step import StepMessage, message_of_rows
 from llmpq.runtime.trace import KindTotals
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import PoolSize
@@ -170,7 +170,7 @@ class CudaStageRunner(StageRunner):
         """Run a verify, its head included; for `step_times`."""
         hidden_BQh = self._verify.run(message, None).hidden_BQh
         assert self.model.head is not None and hidden_BQh is not None
-        return self.model.head(hidden_BQh[0, : sum(message.num_new)])
+        return self.model.head(hidden_BQh[0, : message.num_tokens])
 
     @property
     def captured(self) -> tuple[list[int], list[int]]:
@@ -197,10 +197,10 @@ class CudaStageRunner(StageRunner):
 
         What a row gets that samples nothing means nothing.
         """
-        self.kv.take_rows(message.paged, message.starts)
+        self.kv.take_rows(message.rows_with_news, message.starts_with_news)
         states = self.kv.states
         if states is not None:
-            states.load(message.paged)
+            states.load(message.rows_with_news)
         if message.kind is StepKind.ROUND:
             round_ = partial(self._round, message)
             return self._times.of(message.kind, message.num_rows, round_)
@@ -211,7 +211,7 @@ class CudaStageRunner(StageRunner):
         run = partial(self._run, graphs, message, hidden_BQH)
         out = self._times.of(message.kind, message.num_rows, run)
         if states is not None:
-            states.save(message.paged)
+            states.save(message.rows_with_news)
         return out
 
     @torch.inference_mode()
@@ -219,13 +219,13 @@ class CudaStageRunner(StageRunner):
         self, message: StepMessage, hidden_BQH: Tensor | None
     ) -> Callable[[], Tensor | HostCopy]:
         """Return a step as a call to repeat: its rows are staged once, the rest is as in `run`."""
-        self.kv.take_rows(message.paged, message.starts)
+        self.kv.take_rows(message.rows_with_news, message.starts_with_news)
         return partial(self._run, self._staged(message), message, hidden_BQH)
 
     def _share_tokens(self, message: StepMessage) -> None:
         """Give the devices of a stage the tokens that a step names by -1: the first drew them."""
         reduce = self.model.reduce
-        if reduce is None or not any(PENDING_TOKEN in row for row in message.tokens):
+        if reduce is None or not (message.tokens_T == PENDING_TOKEN).any():
             return
         table_S = self._decode.last_token_S
         if self.model.head is None:
@@ -246,8 +246,8 @@ class CudaStageRunner(StageRunner):
         if message.kind is StepKind.DRAFT:
             assert self._drafts is not None, "drafts need enable_speculation"
             return self._drafts
-        chunks = max(message.num_new) > 1
-        drafted = any(row.drafts for row in message.paged)
+        chunks = message.q_len > 1
+        drafted = any(row.drafts for row in message.rows_with_news)
         if self.model.is_last and (drafted or (self._sees_all and chunks)):
             return self._verify
         return self._mixed if chunks else self._decode
@@ -260,7 +260,7 @@ class CudaStageRunner(StageRunner):
         out = (graphs.run_every_place if every else graphs.run_staged)(message, hidden_BQH)
         if self.model.head is None:
             assert out.hidden_BQh is not None
-            hidden_BQh = out.hidden_BQh[:, : sum(message.num_new)]
+            hidden_BQh = out.hidden_BQh[:, : message.num_tokens]
             return hidden_BQh.clone() if self._hidden_stay else hidden_BQh.cpu()
         if graphs is self._drafts:
             return self._answer(self._drafted_B1(out, message))
@@ -298,32 +298,29 @@ class CudaStageRunner(StageRunner):
         """Return the tokens of a draft step, the most likely ones or drawn."""
         assert out.tokens_B is not None and out.logits_BV is not None
         num_rows = message.num_rows
-        if all(params.greedy for params in message.sampling):
+        if message.sampling.greedy:
             return out.tokens_B[:num_rows, None]
         return self._drafted(out.logits_BV[:num_rows].clone(), message)[:, None]
 
     def _verified(self, out: StepOutput, message: StepMessage) -> Tensor:
         """Return the rows' new tokens where some have drafts, or are drafted for, on the host."""
-        greedy = all(params.greedy for params in message.sampling)
+        greedy = message.sampling.greedy
         if self.mtp is not None and greedy and not self.sampler.knows(message):
             assert out.hidden_BQh is not None
-            made = self.mtp.round(message, out.hidden_BQh[:, : sum(message.num_new)])
+            made = self.mtp.round(message, out.hidden_BQh[:, : message.num_tokens])
             if made is not None:
                 return result_table(message, *made)
         rows = self._new_tokens(self._wanted_logits(out, message), message)
         drafts = None
         if self.mtp is not None:
             assert out.hidden_BQh is not None
-            drafts = self.mtp.draft(message, out.hidden_BQh[:, : sum(message.num_new)], rows)
+            drafts = self.mtp.draft(message, out.hidden_BQh[:, : message.num_tokens], rows)
         return result_table(message, rows, drafts)
 
     def _wanted_logits(self, out: StepOutput, message: StepMessage) -> Tensor | None:
         """Return the logits that rows want, one row's behind the other's; None where none does."""
-        places: list[int] = []
-        end = 0
-        for row, count in zip(message.paged, message.num_new, strict=True):
-            end += count
-            places += range(end - num_wanted(row), end)
+        wanted = zip(np.cumsum(message.num_new_B).tolist(), message.wanted_B.tolist(), strict=True)
+        places = [place for end, count in wanted for place in range(end - count, end)]
         if not places:
             return None
         places_N = upload(places, torch.long, self._device)
@@ -335,11 +332,11 @@ class CudaStageRunner(StageRunner):
 
     def _looks_ahead(self, out: StepOutput, message: StepMessage) -> bool:
         """Have others find what guided rows may go on with, if there are any; return whether."""
-        rows = [number for number, row in enumerate(message.paged) if row.samples]
-        if not rows or not self.sampler.knows(message):
+        if not self.sampler.knows(message):
             return False
+        rows = np.flatnonzero(message.samples_B).tolist()
         assert out.logits_BV is not None
-        return self.sampler.look_ahead(rows_of(message, rows), out.logits_BV)
+        return bool(rows) and self.sampler.look_ahead(message.of_rows(rows), out.logits_BV)
 
     def _draw(self, out: StepOutput, message: StepMessage) -> Tensor:
         """Return the tokens [B, 1] of a step that was left to be drawn."""
@@ -351,22 +348,23 @@ class CudaStageRunner(StageRunner):
     def _tokens_B(self, out: StepOutput, message: StepMessage) -> Tensor:
         """Return the rows' tokens: the most likely ones, or drawn and ruled where that is asked."""
         assert out.tokens_B is not None and out.logits_BV is not None
-        tokens_B = out.tokens_B[: message.num_rows]
-        rows = [number for number, row in enumerate(message.paged) if row.samples]
-        greedy = all(message.sampling[row].greedy for row in rows)
-        if not rows or (greedy and not self.sampler.knows(message)):
-            return tokens_B
+        known = self.sampler.knows(message)
+        if message.sampling.greedy and not known:
+            return out.tokens_B[: message.num_rows]
+        rows = np.flatnonzero(message.samples_B).tolist()
+        if all(message.sampling[row].greedy for row in rows) and not known or not rows:
+            return out.tokens_B[: message.num_rows]
         return self._chosen_B(out, message)
 
     def _chosen_B(self, out: StepOutput, message: StepMessage) -> Tensor:
         """Return the rows' tokens, those that are sampled drawn and ruled."""
         assert out.tokens_B is not None and out.logits_BV is not None
-        rows = [number for number, row in enumerate(message.paged) if row.samples]
-        slots = [message.slots[row] for row in rows]
+        rows = np.flatnonzero(message.samples_B).tolist()
+        slots = message.slots_B[rows].tolist()
         rows_R, slots_R = upload([rows, slots], torch.long, self._device)
         alike = rows == list(range(len(rows)))
         logits_RV = out.logits_BV[: len(rows)] if alike else out.logits_BV[rows_R]
-        drawn_R = self.sampler.pick(logits_RV, rows_of(message, rows))
+        drawn_R = self.sampler.pick(logits_RV, message.of_rows(rows))
         self._decode.remember(slots_R, drawn_R)
         if len(rows) == message.num_rows:
             return drawn_R
@@ -376,9 +374,9 @@ class CudaStageRunner(StageRunner):
         """Note scores of prompts' tokens, of one row after the other."""
         assert self.model.head is not None and hidden_BQh is not None
         first = 0
-        for row, count in enumerate(message.num_new):
+        for row, count in enumerate(message.num_new_B.tolist()):
             own = hidden_BQh[:, first : first + count]
-            self.sampler.score_prompts(self.model.head, own, rows_of(message, [row]))
+            self.sampler.score_prompts(self.model.head, own, message.of_rows([row]))
             first += count
 
     def warm_up(self, rows: int, step_tokens: int, *, gamma: int = 0, capture: bool = True) -> None:
@@ -393,7 +391,7 @@ class CudaStageRunner(StageRunner):
         with compiling_missing():
             for step in (*self._long_steps(step_tokens), *captured):
                 message, hidden = self._zeros(*step)
-                self.kv.take_rows(message.paged, message.starts)
+                self.kv.take_rows(message.rows_with_news, message.starts_with_news)
                 self._graphs_of(message).run_through(message, hidden)
         self.compiled_s = time.perf_counter() - began_s
         for step in captured if capture else ():
@@ -455,16 +453,8 @@ class CudaStageRunner(StageRunner):
         """Return a step of rows of zeros that all stand at the start of slot 0, in block 0."""
         count = len(counts)
         blocks = (0,) * -(-max(counts) // BLOCK_TOKENS)
-        message = StepMessage(
-            kind=kind,
-            slots=[0] * count,
-            starts=[0] * count,
-            num_new=counts,
-            sample_steps=[0] * count,
-            sampling=[SamplerConfig()] * count,
-            tokens=[[0] * own for own in counts],
-            paged=[PagedRow(slot=0, new_blocks=blocks, drafts=tuple(drafts))] * count,
-        )
+        row = PagedRow(slot=0, new_blocks=blocks, drafts=tuple(drafts))
+        message = message_of_rows(kind, [0] * count, [0] * count, counts, rows=[row] * count)
         hidden = None
         if self.model.embedding is None:
             hidden = torch.zeros((1, sum(counts), self.model.spec.hop_features), dtype=self._dtype)

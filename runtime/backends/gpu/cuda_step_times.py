@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.step import StepMessage, message_of_rows
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS
 from llmpq.speculation import MAX_GAMMA, Line, MeasuredTimes
 
@@ -37,7 +36,7 @@ def measure(
     def line(run: Callable[[StepMessage], object], num_rows: int, q_len: int) -> Line:
         def at(context: int) -> float:
             message = step_message(num_rows, context, q_len, num_blocks=num_blocks)
-            compute.kv.take_rows(message.paged, message.starts)
+            compute.kv.take_rows(message.rows_with_news, message.starts_with_news)
             return seconds_of(lambda: run(message))
 
         return tuple((float(length), at(length)) for length in contexts)
@@ -80,15 +79,13 @@ def seconds_of(step: Callable[[], object], repeats: int = REPEATS) -> float:
 def step_message(rows: int, context: int, q_len: int, *, num_blocks: int) -> StepMessage:
     """Return the message of a step of so many rows, whose blocks follow each other in the pool."""
     each = -(-(context + q_len) // BLOCK_TOKENS)
-    return StepMessage(
-        kind=StepKind.VERIFY,
-        slots=range(rows),
-        starts=[context] * rows,
-        num_new=[q_len] * rows,
-        sample_steps=[1] * rows,
-        sampling=[SamplerConfig()] * rows,
-        tokens=[[1] * q_len] * rows,
-        paged=[
+    return message_of_rows(
+        StepKind.VERIFY,
+        range(rows),
+        [context] * rows,
+        [q_len] * rows,
+        tokens=[1] * (q_len * rows),
+        rows=[
             PagedRow(
                 slot=row,
                 new_blocks=tuple((row * each + m) % num_blocks for m in range(each)),

@@ -24,9 +24,8 @@ from llmpq.runtime.drafts.mtp_drafts import MOST_WAITING, MtpDrafts
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.sampling import likeliest
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.request import StepKind
+from llmpq.runtime.step import StepMessage, message_of_rows
 
 MOST_LOGITS_BYTES = 32 << 20
 """Of all places of a round: its graph keeps room for them, which no plan counts."""
@@ -95,28 +94,30 @@ class CudaMtpDrafts(MtpDrafts):
         None where the head has yet to be given more than this step's hidden states, or a row drafts
         no more: `draft` does those.
         """
-        gamma = max(max(row.drafts_wanted, len(row.drafts)) for row in message.paged)
+        news = message.rows_with_news
+        gamma = max((max(row.drafts_wanted, len(row.drafts)) for row in news), default=0)
         steady = (self._is_steady(message, row) for row in range(message.num_rows))
         if not self.rounds(message.num_rows, gamma) or not all(steady):
             return None
-        self.kv.take_rows(message.paged, message.starts)
+        self.kv.take_rows(message.rows_with_news, message.starts_with_news)
         table_BK = self._round_graphs(gamma).run(message, hidden_1Th).table_BK
         assert table_BK is not None
-        new: list[list[int]] = [[] for _ in message.slots]
-        drafts: list[list[int]] = [[] for _ in message.slots]
+        slots = message.slots_B.tolist()
+        new: list[list[int]] = [[] for _ in slots]
+        drafts: list[list[int]] = [[] for _ in slots]
         for row, line in zip(drafting_order(message), table_BK.tolist(), strict=False):
-            count, wanted = line[0], message.paged[row].drafts_wanted
+            count, wanted = line[0], message.row(row).drafts_wanted
             new[row], drafts[row] = line[1 : 1 + count], line[gamma + 2 :][:wanted]
-            self._waiting[message.slots[row]].start += count
+            self._waiting[slots[row]].start += count
         return new, drafts
 
     def _is_steady(self, message: StepMessage, row: int) -> bool:
         """Whether the head knows all that stands in front of a row, which samples and drafts."""
-        paged, waiting = message.paged[row], self._waiting.get(message.slots[row])
+        paged, waiting = message.row(row), self._waiting.get(int(message.slots_B[row]))
         if waiting is None or paged.resumes or not paged.samples or paged.drafts_wanted <= 0:
             return False
-        start = message.starts[row]
-        goes_on = start > 0 and message.num_new[row] == len(paged.drafts) + 1
+        start, count = int(message.starts_B[row]), int(message.num_new_B[row])
+        goes_on = start > 0 and count == len(paged.drafts) + 1
         return goes_on and waiting.start == waiting.end == start
 
     def _round_graphs(self, gamma: int) -> MtpRoundGraphs:
@@ -127,25 +128,25 @@ class CudaMtpDrafts(MtpDrafts):
 
     def further_round(self, message: StepMessage) -> None:
         """Run a round behind hidden states of zeros; to be captured ahead."""
-        norm, tokens = self.head.hidden_norm.weight, sum(message.num_new)
-        self.kv.take_rows(message.paged, message.starts)
+        norm, tokens = self.head.hidden_norm.weight, message.num_tokens
+        self.kv.take_rows(message.rows_with_news, message.starts_with_news)
         hidden = norm.new_zeros(1, tokens, norm.numel())
-        self._round_graphs(max(message.num_new) - 1).run(message, hidden)
+        self._round_graphs(message.q_len - 1).run(message, hidden)
 
     def further(self, message: StepMessage) -> Tensor:
         """Return what follows hidden states of zeros; to be timed, or captured ahead."""
-        self.kv.take_rows(message.paged, message.starts)
-        norm, tokens = self.head.hidden_norm.weight, sum(message.num_new)
+        self.kv.take_rows(message.rows_with_news, message.starts_with_news)
+        norm, tokens = self.head.hidden_norm.weight, message.num_tokens
         out_BQh = (
-            self._graphs_of(message.num_new)
+            self._graphs_of(message)
             .run(message, norm.new_zeros(1, tokens, norm.numel()))
             .hidden_BQh
         )
         assert out_BQh is not None
         return likeliest(self.head.logits(self.head.goes_on(out_BQh[0, : message.num_rows])))
 
-    def _graphs_of(self, counts: Sequence[int]) -> MtpGraphs:
-        return self.single if max(counts) == 1 else self._several
+    def _graphs_of(self, message: StepMessage) -> MtpGraphs:
+        return self.single if message.q_len == 1 else self._several
 
     def _run(
         self,
@@ -155,17 +156,7 @@ class CudaMtpDrafts(MtpDrafts):
         tokens: Sequence[int],
         hidden_Th: Tensor,
     ) -> Tensor:
-        ends = [sum(counts[: row + 1]) for row in range(len(counts))]
-        message = StepMessage(
-            kind=StepKind.DECODE,
-            slots=slots,
-            starts=starts,
-            num_new=counts,
-            sample_steps=[0] * len(slots),
-            sampling=[SamplerConfig()] * len(slots),
-            tokens=[tokens[end - count : end] for end, count in zip(ends, counts, strict=True)],
-            paged=[PagedRow(slot=slot) for slot in slots],
-        )
-        out_BQh = self._graphs_of(counts).run(message, hidden_Th[None]).hidden_BQh
+        message = message_of_rows(StepKind.DECODE, slots, starts, counts, tokens=tokens)
+        out_BQh = self._graphs_of(message).run(message, hidden_Th[None]).hidden_BQh
         assert out_BQh is not None
         return out_BQh[0, : len(tokens)]

@@ -64,32 +64,29 @@ class MtpRoundGraphs(StepGraphs):
 
     def _values(self, message: StepMessage, num_rows: int) -> list[Numbers]:
         positions, gamma = self._gamma + 1, self._gamma
-        order, counts = drafting_order(message), message.num_new
-        wanted = [message.paged[row].drafts_wanted for row in order]
-        rows = message.slots, message.starts, counts
+        order, counts_B = drafting_order(message), message.num_new_B
+        wanted = [message.row(row).drafts_wanted for row in order]
+        rows = message.slots_B, message.starts_B, counts_B
         values = self._table(*rows, num_rows=num_rows, num_places=num_rows * positions)
         for place in range(1, gamma):
             going = order[: sum(own > place for own in wanted)]
-            slots, starts = (
-                [column[row] for row in going] for column in (message.slots, message.starts)
-            )
-            behind = [start + place - 1 for start in starts]
-            twice = slots, behind, [2] * len(going)
+            behind = message.starts_B[going] + place - 1
+            twice = message.slots_B[going], behind, [2] * len(going)
             values += self._table(*twice, num_rows=num_rows, num_places=2 * num_rows)
-        firsts = [sum(counts[:row]) for row in order]
+        firsts = (counts_B.cumsum() - counts_B)[order].tolist()
         drafted, back = [], []
         for row, first in zip(order, firsts, strict=True):
-            drafts = message.paged[row].drafts
+            drafts = message.row(row).drafts
             drafted += [*drafts, *[-1] * (gamma - len(drafts))]
             back += [first + min(q, len(drafts)) for q in range(positions)]
         padding = num_rows - len(order)
         values += [drafted, [-1] * (gamma * padding)]
-        values += [[len(message.paged[row].drafts) for row in order], [0] * padding]
+        values += [[len(message.row(row).drafts) for row in order], [0] * padding]
         return [*values, back, [0] * (positions * padding)]
 
     def _table(self, *rows: Any, num_rows: int, num_places: int) -> list[Numbers]:
         table = self._pages.table(*rows, num_rows=num_rows + 1, num_places=num_places)
-        return [self._pages.work_split(table), *table]
+        return [self._pages.work_split(table), table.ravel()]
 
     def _widened(self, hidden_BQh: Tensor, num_rows: int) -> Tensor:
         places = num_rows * (self._gamma + 1)
@@ -148,4 +145,4 @@ class MtpRoundGraphs(StepGraphs):
 
 def drafting_order(message: StepMessage) -> list[int]:
     """Return a message's rows, those that want most drafts first."""
-    return sorted(range(message.num_rows), key=lambda row: -message.paged[row].drafts_wanted)
+    return sorted(range(message.num_rows), key=lambda row: -message.row(row).drafts_wanted)

@@ -26,7 +26,7 @@ from llmpq.runtime.backends.gpu.cuda_graphs import StepGraphs, StepOutput, round
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.step import Span, StepMessage, num_revocable
+from llmpq.runtime.step import Span, StepMessage
 from llmpq.sizes.step_padding import CAPTURED_TOKENS, gpu_padded
 
 
@@ -82,6 +82,14 @@ class NotedRows:
     def num_values(self, num_rows: int) -> int:
         """Return how many numbers a step of so many rows, with padding, is sent."""
         return 0 if self._states is None else FIELDS * num_rows
+
+    def of(self, message: StepMessage, *, num_rows: int) -> list[int]:
+        """Return what `values` does of a step's rows."""
+        if self._states is None:
+            return []
+        rows = (message.slots_B, message.starts_B, message.num_new_B, message.revocable_B)
+        slots, starts, counts, revocable = (of_rows.tolist() for of_rows in rows)
+        return self.values(slots, starts, counts, revocable, num_rows=num_rows)
 
     def values(
         self,
@@ -165,7 +173,7 @@ class PagedGraphs(StepGraphs):
 
     def _size(self, message: StepMessage) -> int:
         if self._chunks:
-            return gpu_padded(sum(message.num_new))
+            return gpu_padded(message.num_tokens)
         return rounded_rows(message.num_rows, self._places)
 
     def _captures(self, size: int) -> bool:
@@ -177,19 +185,13 @@ class PagedGraphs(StepGraphs):
     def _values(self, message: StepMessage, size: int) -> list[Numbers]:
         # What a graph does must not hang on the rows.
         captured = self._captures(size)
-        self._prompts = () if captured else prompt_runs(message.starts, message.num_new)
-        tokens = [token for row in message.tokens for token in row]
-        table = self._pages.table(
-            *(message.slots, message.starts, message.num_new),
-            num_rows=self._num_rows(size),
-            num_places=size,
-        )
-        noted = self._noted.values(
-            *(message.slots, message.starts, message.num_new, num_revocable(message)),
-            num_rows=self._num_rows(size),
-        )
-        padding = [0] * (size - len(tokens))
-        return [self._pages.work_split(table), *table, tokens, padding, noted]
+        rows = message.slots_B, message.starts_B, message.num_new_B
+        self._prompts = () if captured else prompt_runs(rows[1].tolist(), rows[2].tolist())
+        num_rows, tokens_T = self._num_rows(size), message.tokens_T
+        table = self._pages.table(*rows, num_rows=num_rows, num_places=size)
+        noted = self._noted.of(message, num_rows=num_rows)
+        padding = [0] * (size - len(tokens_T))
+        return [self._pages.work_split(table), table.ravel(), tokens_T, padding, noted]
 
     def _step(self, size: int) -> tuple[PagedStep, Tensor]:
         """Return the step that was sent last, and its tokens."""

@@ -71,10 +71,11 @@ class PagedRoundGraphs(StepGraphs):
 
     def _values(self, message: StepMessage, num_rows: int) -> list[Numbers]:
         positions, given = self._gamma + 1, range(message.num_rows)
-        order = sorted(given, key=lambda row: -message.num_new[row])
+        num_new: list[int] = message.num_new_B.tolist()
+        order = sorted(given, key=lambda row: -num_new[row])
         slots, starts, counts = (
-            [column[row] for row in order]
-            for column in (message.slots, message.starts, message.num_new)
+            of_rows[order].tolist()
+            for of_rows in (message.slots_B, message.starts_B, message.num_new_B)
         )
         values: list[Numbers] = []
         for place in range(self._gamma):
@@ -82,24 +83,21 @@ class PagedRoundGraphs(StepGraphs):
             one_each = [1] * drafting
             rows = slots[:drafting], [start + place for start in starts[:drafting]], one_each
             table = self._draft_pages.table(*rows, num_rows=num_rows, num_places=num_rows)
-            values += [self._draft_pages.work_split(table), *table]
+            values += [self._draft_pages.work_split(table), table.ravel()]
             values.append(self._noted.values(*rows, one_each, num_rows=num_rows))
-        num_places, lasts = num_rows * positions, [count - 1 for count in message.num_new]
+        num_places, lasts = num_rows * positions, [count - 1 for count in num_new]
         table = self._pages.table(
             slots, starts, counts, num_rows=num_rows + 1, num_places=num_places
         )
-        values += [self._pages.work_split(table), *table]
+        values += [self._pages.work_split(table), table.ravel()]
         drafts = [count - 1 for count in counts]
         values.append(self._noted.values(slots, starts, counts, drafts, num_rows=num_rows + 1))
         padding = [0] * (num_rows - len(order))
-        values += [[message.tokens[row][0] for row in order], padding, lasts, padding]
+        newest = [message.tokens_of(row)[0] for row in order]
+        values += [newest, padding, lasts, padding]
         source = [at * positions + q for at, count in enumerate(counts) for q in range(count)]
         firsts = {row: sum(counts[:at]) for at, row in enumerate(order)}
-        back = [
-            firsts[row] + min(q, message.num_new[row] - 1)
-            for row in given
-            for q in range(positions)
-        ]
+        back = [firsts[row] + min(q, num_new[row] - 1) for row in given for q in range(positions)]
         for index in (source, back):
             values += [index, [0] * (num_places - len(index))]
         return values

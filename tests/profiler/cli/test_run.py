@@ -188,10 +188,10 @@ def test_steps_are_those_of_the_engine() -> None:
         case = TimedCase(target=target, **sizes)
         size = pool_of(ModelSpec.by_name("opt-30b"), case)
         message = step_message(case, size, SamplerConfig())
-        blocks = [block for row in message.paged for block in row.new_blocks]
+        blocks = [block for row in message.rows_with_news for block in row.new_blocks]
         assert sorted(blocks) == list(range(size.num_blocks))
-        assert all(len(row.drafts) == sizes.get("q_len", 1) - 1 for row in message.paged)
-        return list(message.starts), list(message.num_new)
+        assert all(len(row.drafts) == sizes.get("q_len", 1) - 1 for row in message.rows_with_news)
+        return message.starts_B.tolist(), message.num_new_B.tolist()
 
     assert shape(Phase.PREFILL, v=3, length=9) == ([0, 0, 0], [9, 9, 9])
     assert shape(Phase.PREFILL, v=2, length=512, start=700) == ([700, 700], [512, 512])

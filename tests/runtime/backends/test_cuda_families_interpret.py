@@ -199,7 +199,7 @@ def test_a_step_brings_a_table_for_every_shape(models: Any) -> None:
     assert isinstance(kv, GpuKVByShape) and kv.pages is kv
     table = kv.table([1, 0], [5, 9], [1, 3], num_rows=3, num_places=6)
     assert len(table) == kv.num_fields == 14 and len(kv.work_split(table)) == kv.num_work_split
-    assert table[:4] == table[7:11], "slots, starts, counts and firsts are of rows"
+    assert (table[:4] == table[7:11]).all(), "slots, starts, counts and firsts are of rows"
     assert kv.nbytes == POOL.nbytes(
         spec, KVPrecision.KV16, layers=range(spec.num_layers), dtype_bytes=4
     )

@@ -116,7 +116,7 @@ def test_drafts_of_the_head_change_no_token(
     rounds, run_round = [], MtpRoundGraphs.run
 
     def noted(self: MtpRoundGraphs, message: StepMessage, hidden: Any) -> Any:
-        rounds.append(max(row.drafts_wanted for row in message.paged))
+        rounds.append(max(row.drafts_wanted for row in message.rows_with_news))
         return run_round(self, message, hidden)
 
     monkeypatch.setattr(MtpRoundGraphs, "run", noted)

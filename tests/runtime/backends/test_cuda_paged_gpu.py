@@ -34,7 +34,7 @@ class Preempting(Scheduler):
             self._preempt(max(self._running))
             self.check()
         batch = super().next_micro_batch()
-        self.loaded += 0 if batch is None else sum(len(row.loads) for row in batch.rows)
+        self.loaded += 0 if batch is None else sum(len(row.loads) for row in batch.news.values())
         return batch
 
 

@@ -71,8 +71,8 @@ class Counting(CudaStageRunner):
 
     def run(self, message, hidden_BQH):
         self.kinds.append(message.kind)
-        self.blind_steps += any(-1 in row for row in message.tokens)
-        self.mixed_steps += max(message.num_new) > min(message.num_new) == 1
+        self.blind_steps += bool((message.tokens_T == -1).any())
+        self.mixed_steps += bool(message.q_len > message.num_new_B.min() == 1)
         with ONE_AT_A_TIME:
             return super().run(message, hidden_BQH)
 

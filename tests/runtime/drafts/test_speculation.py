@@ -20,7 +20,7 @@ from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.models.sampling import probabilities
 from llmpq.runtime.request import PagedRow, Request, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.step import message_of_rows
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import packed_end
 from llmpq.sizes.pool_size import PoolSize, planned_pool
@@ -258,16 +258,7 @@ def test_any_sequence_of_drafts_and_verifies_leaves_the_plain_cache(engines, tex
         )
         if start == 0:
             row.first_block = 0
-        message = StepMessage(
-            kind=kind,
-            slots=[0],
-            starts=[start],
-            num_new=[len(tokens)],
-            sample_steps=[0],
-            sampling=[SamplerConfig()],
-            tokens=[tokens],
-            paged=[row],
-        )
+        message = message_of_rows(kind, [0], [start], [len(tokens)], tokens=tokens, rows=[row])
         return compute.run(message, None)
 
     def play(*, drafting: bool) -> list[torch.Tensor]:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
+from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.stages.stage_wire import read_request, write_request
 from llmpq.runtime.links.message import pack_header, unpack_header
-from llmpq.runtime.request import MicroBatch, PagedRow, Request, StepKind
+from llmpq.runtime.request import Request, StepKind
+from llmpq.runtime.row_sampling import RowSampling
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step import StepMessage, describe
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -75,29 +79,49 @@ def test_a_failing_first_stage_ends_the_others(tiny_models, make_plan, monkeypat
 def test_headers_carry_every_field():
     rng = random.Random(0)
     for rows in (1, 3, 8):
+
+        def numbers(first: int, end: int, rows: int = rows) -> np.ndarray:
+            return np.array([rng.randrange(first, end) for _ in range(rows)])
+
         message = StepMessage(
             kind=StepKind.DRAFT,
             seq=rng.randrange(10**6),
-            slots=[rng.randrange(64) for _ in range(rows)],
-            starts=[rng.randrange(4096) for _ in range(rows)],
-            num_new=[rng.randrange(1, 5) for _ in range(rows)],
-            sample_steps=[rng.randrange(512) for _ in range(rows)],
-            sampling=[
+            slots_B=numbers(0, 64),
+            starts_B=numbers(0, 4096),
+            num_new_B=numbers(1, 5),
+            sample_steps_B=numbers(0, 512),
+            sampling=RowSampling(
                 SamplerConfig(
                     temperature=0.7 * i, top_k=i or None, top_p=0.95, min_p=0.01 * i, seed=2**62 + i
                 )
                 for i in range(rows)
-            ],
-            requests=[rng.randrange(-1, 10**9) for _ in range(rows)],
+            ),
+            rules_B=numbers(-1, 10**9),
         )
-        assert unpack_header(pack_header(message, max_rows=8)) == message
+        got = unpack_header(pack_header(message, max_rows=8))
+        for field in fields(StepMessage):
+            assert np.array_equal(getattr(got, field.name), getattr(message, field.name)), field
 
 
 def test_draft_steps_sample_at_their_own_index():
-    request = Request(id=0, prompt=(1, 2), max_new=9, slot=3, output=[7, 8], drafts=[9])
-    row = PagedRow(slot=3)
-    message = describe(MicroBatch(1, StepKind.DRAFT, [request], [4], [[9]], (row,), [3]))
-    assert message.sample_steps == [3] and message.slots == [3] and message.num_new == [1]
+    scheduler = Scheduler(
+        PoolLimits(num_blocks=4, max_rows=2, max_len=99, step_tokens=9, decode_rows=2),
+        drafter=FixedDrafter("w4kv4", 2),
+    )
+    scheduler.submit(Request(id=0, prompt=(1, 2), max_new=9))
+    steps = []
+    for token in (7, 8, 9):
+        step = scheduler.next_micro_batch()
+        assert step is not None
+        scheduler.update_from_output(step, [[token]])
+        message = describe(step)
+        values = (message.starts_B, message.num_new_B, message.sample_steps_B, message.tokens_T)
+        steps.append((step.kind, *(of_rows.tolist() for of_rows in values)))
+    assert steps == [
+        (StepKind.PREFILL, [0], [2], [0], [1, 2]),
+        (StepKind.DRAFT, [2], [1], [1], [7]),
+        (StepKind.DRAFT, [3], [1], [2], [8]),
+    ]
 
 
 def test_requests_survive_the_way_to_the_first_stage():

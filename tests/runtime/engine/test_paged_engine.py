@@ -253,16 +253,17 @@ def test_the_pool_takes_the_bytes_the_formula_says(demo_model, kv, prefix_cache)
 
 
 def test_rows_survive_the_way_to_the_next_stage():
-    rows = (
-        PagedRow(slot=3, samples=False, first_block=2, new_blocks=(9, 7), admission=2),
-        PagedRow(slot=0, resumes=True, drafts=(4, 5, 6), new_blocks=(1,)),
-        PagedRow(slot=1),
-        PagedRow(slot=2, first_window_block=3, new_window_blocks=(8, 6), new_blocks=(1, 2, 3)),
-        PagedRow(slot=3, saves=((7, 0), (5, 1)), loads=((4, 9),), new_blocks=(9,), drafts=(2, 3)),
-    )
-    message = StepMessage(kind=StepKind.MIXED, slots=[row.slot for row in rows])
-    assert unpack_paging(message, pack_paging(rows)).paged == rows
-    assert unpack_paging(message, pack_paging(())).paged == ()
+    news = {
+        0: PagedRow(slot=3, samples=False, first_block=2, new_blocks=(9, 7)),
+        1: PagedRow(slot=0, resumes=True, drafts=(4, 5, 6), new_blocks=(1,)),
+        4: PagedRow(slot=1),
+        5: PagedRow(slot=2, first_window_block=3, new_window_blocks=(8, 6), new_blocks=(1, 2, 3)),
+        9: PagedRow(slot=3, saves=((7, 0), (5, 1)), loads=((4, 9),), new_blocks=(9,), drafts=(2,)),
+        7: PagedRow(slot=4, drafts_wanted=3, loads_state=1, saves_state=2),
+    }
+    message = StepMessage(kind=StepKind.MIXED)
+    assert unpack_paging(message, pack_paging(news)).news == news
+    assert unpack_paging(message, pack_paging({})).news == {}
 
 
 def test_priorities_survive_the_way_to_the_first_stage():

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from llmpq.runtime.models.sampling import SamplerConfig, draw, probabilities, sample, uniform
+from llmpq.runtime.models.sampling import (
+    SamplerConfig,
+    draw,
+    probabilities,
+    sample,
+    uniform,
+    uniforms,
+)
 from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
@@ -94,6 +102,12 @@ def test_numbers_are_uniform_and_differ_by_seed_step_and_stream():
     assert abs(float(torch.corrcoef(torch.stack([pairs[:, 0], pairs[:, 1]]))[0, 1])) < 0.4
     assert len({uniform(0, 0), uniform(1, 0), uniform(0, 1), uniform(0, 0, 1)}) == 4
     assert uniform(7, 3) == uniform(7, 3)
+
+
+def test_random_numbers_of_many_rows_are_those_of_each():
+    seeds, steps = [0, 7, 2**63 - 1, 12345678901234567, 7], [0, 3, 10**6, 1, 4]
+    rows = uniforms(np.array(seeds, dtype=np.uint64), steps)
+    assert rows.tolist() == [uniform(*row) for row in zip(seeds, steps, strict=True)]
 
 
 def test_the_extreme_number_never_picks_an_impossible_token():

@@ -57,6 +57,12 @@ def simple_schedule(requests: Sequence[Request]) -> dict[int, list[int]]:
     return answers
 
 
+def rows_of(step: MicroBatch) -> list[PagedRow]:
+    """Return what a step says of each of its rows; of most of them nothing."""
+    slots = enumerate(step.slots_B.tolist())
+    return [step.news.get(row) or PagedRow(slot=slot, first_block=1 << 40) for row, slot in slots]
+
+
 @dataclass
 class FakeStage:
     """A stage without arithmetic: what stands for keys and values is a digest of all tokens so far.
@@ -77,19 +83,22 @@ class FakeStage:
     host: dict[int, list[int]] = field(default_factory=dict)
     """What hosts keep of blocks by number."""
     num_loaded: int = 0
+    published: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens of recorded requests that the scheduler gave out as they came."""
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     num_drafted: int = 0
 
     def run(self, micro_batch: MicroBatch) -> list[list[int]]:
         """Return the new tokens of every row; a row that samples nothing gets one nobody wants."""
-        for row in micro_batch.rows:
+        rows = rows_of(micro_batch)
+        for row in rows:
             for block, number in row.saves:
                 self.host[number] = list(self.blocks[block])
-        for row in micro_batch.rows:
+        for row in rows:
             for number, block in row.loads:
                 self.blocks[block] = list(self.host[number])
                 self.num_loaded += 1
-        steps = list(zip(micro_batch.rows, micro_batch.starts, micro_batch.tokens, strict=True))
+        steps = list(zip(rows, micro_batch.starts_B.tolist(), micro_batch.tokens, strict=True))
         if micro_batch.kind is StepKind.ROUND:
             return [self._round(row, start, tokens) for row, start, tokens in steps]
         found = [self._row(row, start, tokens) for row, start, tokens in steps]
@@ -248,8 +257,10 @@ def play(
 ) -> set[int]:
     """Serve requests that come at random times; return those that were aborted.
 
-    `depth` micro-batches are under way at most; the scheduler is checked after every move.
+    `depth` micro-batches are under way at most. The scheduler is checked after every move, or not
+    after every other one: it looks at every request then, and no step follows from the last one.
     """
+    checked = rng.choice((0.5, 1.0))
     stage = stage or FakeStage(scheduler.limits.kv, window=scheduler.limits.window)
     coming, open_, aborted = deque(requests), {}, set()
     in_flight: deque[tuple[MicroBatch, list[list[int]]]] = deque()
@@ -283,7 +294,12 @@ def play(
         else:
             for request in scheduler.update_from_output(*in_flight.popleft()):
                 del open_[request.id]
-        scheduler.check()
+            for numbers, tokens in scheduler.take_new_tokens()[0]:
+                for number, token in zip(numbers, tokens, strict=True):
+                    stage.published.setdefault(number, []).append(token)
+        if rng.random() < checked:
+            scheduler.check()
+    scheduler.check()
     assert not open_
     assert scheduler.tables.pool.num_held == 0
     assert scheduler.tables.windows is None or scheduler.tables.windows.pool.num_held == 0
@@ -318,6 +334,7 @@ def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]
                 stop_ids=frozenset({STOP} if rng.random() < 0.3 else ()),
                 priority=rng.choice((0, 0, 0, 1)),
                 may_draft=rng.random() < 0.8,
+                recorded=rng.random() < 0.5,
             )
         )
     return found
@@ -388,10 +405,21 @@ def test_random_schedules_equal_the_simple_one(
         request.output = expected[request.id][: rng.choice((0, 0, rng.randrange(150)))]
         if request.output == expected[request.id]:
             del request.output[-1]
+    had = {request.id: len(request.output) for request in requests}
+    stage = FakeStage(allowed.kv, window=allowed.window)
     aborted = play(
-        scheduler, requests, rng, depth=rng.randint(1, 2 * stages + 2), abort_chance=abort_chance
+        scheduler,
+        requests,
+        rng,
+        depth=rng.randint(1, 2 * stages + 2),
+        abort_chance=abort_chance,
+        stage=stage,
     )
+    came_in_all = sum(len(request.output) - had[request.id] for request in requests)
+    assert scheduler.generated_tokens == came_in_all
     for request in requests:
+        came = request.output[had[request.id] :] if request.recorded else []
+        assert stage.published.get(request.id, []) == came
         if request.id in aborted:
             assert request.output == expected[request.id][: len(request.output)]
         else:
@@ -506,14 +534,15 @@ def test_a_round_drafts_step_by_step_and_its_verify_is_an_ordinary_step():
     for _ in range(6):
         step = scheduler.next_micro_batch()
         assert step is not None
-        rows = zip(step.requests, step.starts, step.tokens, step.rows, strict=True)
+        rows = zip(step.requests, step.starts_B, step.tokens, rows_of(step), strict=True)
         if step.kind is StepKind.DRAFT:
-            parts = zip(step.requests, step.starts, step.sample_steps, strict=True)
+            parts = zip(step.requests, step.starts_B, step.sample_steps_B, strict=True)
             seen.append([(r.id, start, place) for r, start, place in parts])
             scheduler.update_from_output(step, [[6]] * len(step.requests))
             continue
         verify = {r.id: (start, tokens, len(row.drafts)) for r, start, tokens, row in rows}
-        scheduler.update_from_output(step, [[6, 6, 5] if row.drafts else [5] for row in step.rows])
+        verified = [[6, 6, 5] if row.drafts else [5] for row in rows_of(step)]
+        scheduler.update_from_output(step, verified)
         break
     assert seen == [
         [(0, 126, 1), (2, 5, 1)],
@@ -545,7 +574,7 @@ def test_rounds_of_one_step_make_way_for_prompts_every_other_time():
         if step_number == 1:
             assert step.tokens == [[5, *[PENDING_TOKEN] * 4], [5, PENDING_TOKEN]]
             scheduler.submit(Request(id=2, prompt=(2,) * 60, max_new=1))
-        scheduler.update_from_output(step, [[5, 5] if row.drafts else [5] for row in step.rows])
+        scheduler.update_from_output(step, [[5, 5] if row.drafts else [5] for row in rows_of(step)])
     prompts = [StepKind.MIXED, StepKind.ROUND]
     assert kinds == [StepKind.PREFILL, StepKind.ROUND, *prompts * 2, StepKind.ROUND]
 
@@ -713,28 +742,69 @@ def test_the_longest_request_there_is_room_for_runs():
         assert len(request.output) == 5
 
 
-def test_a_row_without_news_is_one_until_there_are_some():
+def test_a_step_says_of_rows_what_is_new_and_nothing_else():
     """Of two requests of which one is preempted and admitted again on the way."""
     num_blocks = 2 * -(-260 // BLOCK_TOKENS) - 3  # too few for both
     scheduler = Scheduler(limits(num_blocks=num_blocks, max_rows=2, max_len=300, host_blocks=4))
     for number in range(2):
         scheduler.submit(Request(id=number, prompt=(1 + number,) * 60, max_new=200))
     tables: dict[int, list[int]] = {}
-    seen: dict[int, PagedRow] = {}
-    num_same = num_saves = 0
+    num_plain = num_saves = 0
     while (step := scheduler.next_micro_batch()) is not None:
-        num_saves += sum(len(row.saves) for row in step.rows)
-        for request, row, start in zip(step.requests, step.rows, step.starts, strict=True):
-            if row is seen.get(request.id):
-                num_same += 1
-                assert not (row.new_blocks or row.loads or row.saves or row.resumes)
-            seen[request.id] = row
+        rows = rows_of(step)
+        num_saves += sum(len(row.saves) for row in rows)
+        num_plain += len(rows) - len(step.news)
+        for row in step.news.values():
+            says = row.new_blocks or row.loads or row.saves or row.resumes
+            assert says or not row.samples
+        for request, row, start in zip(step.requests, rows, step.starts_B, strict=True):
             table = tables.setdefault(request.id, [])
             table[row.first_block :] = row.new_blocks
             assert row.slot == request.slot and len(table) * BLOCK_TOKENS > start
-        for request, row, place in zip(step.requests, step.rows, step.sample_steps, strict=True):
+        for request, row, place in zip(step.requests, rows, step.sample_steps_B, strict=True):
             assert not row.samples or place == len(request.output)
-        scheduler.update_from_output(step, [[5] if row.samples else [] for row in step.rows])
+        scheduler.update_from_output(step, [[5] if row.samples else [] for row in rows])
         scheduler.check()
-    assert num_same > 300 and scheduler.idle
+    assert num_plain > 300 and scheduler.idle
     assert scheduler.num_preemptions > 0 and 0 < num_saves <= 4 * scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("ended", ["by a stop token", "by an abort", "by nothing"])
+def test_steps_in_which_nothing_happens_follow_from_the_last_one(ended, monkeypatch):
+    """Until a row needs a block, fills one or ends, or a request comes."""
+    scheduler, stage = (
+        Scheduler(limits(num_blocks=40, step_tokens=200)),
+        FakeStage(KVPrecision.KV16),
+    )
+    requests = [Request(id=n, prompt=(n + 1,) * 20, max_new=300, recorded=True) for n in range(3)]
+    expected = simple_schedule(requests)
+    if ended == "by a stop token":
+        requests[1].stop_ids = frozenset({99})
+        expected[1][150:] = [99]
+    looked, look = [], scheduler._ready_sets
+    monkeypatch.setattr(scheduler, "_ready_sets", lambda: looked.append(1) or look())
+    for request in requests:
+        scheduler.submit(request)
+    num_steps, late, published = 0, Request(id=3, prompt=(4,) * 9, max_new=100), {}
+    while (step := scheduler.next_micro_batch()) is not None:
+        num_steps += 1
+        tokens = stage.run(step)
+        for row, request in enumerate(step.requests):
+            if 99 in request.stop_ids and step.sample_steps_B[row] == 150:
+                tokens[row] = [99]
+        if num_steps == 50:
+            scheduler.submit(late)
+        if num_steps == 90 and ended == "by an abort":
+            assert scheduler.abort(requests[1])  # while its step is under way
+        scheduler.update_from_output(step, tokens)
+        for numbers, new in scheduler.take_new_tokens()[0]:
+            for number, token in zip(numbers, new, strict=True):
+                published.setdefault(number, []).append(token)
+    scheduler.check()
+    assert scheduler.idle and num_steps >= 300 and len(looked) < 50
+    for request in requests:
+        want = expected[request.id]
+        if ended == "by an abort" and request.id == 1:
+            want = want[:89]
+        assert request.output == published[request.id] == want
+    assert late.output == simple_schedule([late])[3]

@@ -28,7 +28,7 @@ def limits(**changed):
 def seconds(micro_batch):
     """What a stage computes: weights read once, or tokens; and every row's cache."""
     tokens = sum(map(len, micro_batch.tokens))
-    return max(2.4e-3, 45e-6 * tokens) + 15e-9 * sum(micro_batch.starts)
+    return max(2.4e-3, 45e-6 * tokens) + 15e-9 * sum(micro_batch.starts_B)
 
 
 def busy_shares(scheduler, speeds=(1.0, 1.0), most=max_ahead):

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,12 +43,13 @@ class Table:
             self.table |= dict(zip(slots, tokens_B1[:, 0].tolist(), strict=True))
 
     def run(self, message, hidden_BQH):
-        self.blind_steps += any(row == [-1] for row in message.tokens)
-        tokens = [
-            [self.table.get(slot, 0)] if row == [-1] else row
-            for slot, row in zip(message.slots, message.tokens, strict=False)
-        ]
-        return super().run(replace(message, tokens=tokens), hidden_BQH)
+        tokens_T = message.tokens_T.copy()  # unknown to stages but the first
+        self.blind_steps += bool((tokens_T == -1).any())
+        firsts = np.cumsum(message.num_new_B) - message.num_new_B
+        for slot, first in zip(message.slots_B.tolist(), firsts.tolist(), strict=True):
+            if len(tokens_T) and tokens_T[first] == -1:
+                tokens_T[first] = self.table.get(slot, 0)
+        return super().run(replace(message, tokens_T=tokens_T), hidden_BQH)
 
 
 class TableStage(Table, StageRunner):

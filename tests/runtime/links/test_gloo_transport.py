@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -12,9 +13,8 @@ from torch import Tensor
 
 from llmpq.runtime.links.message import pack_header, pack_paging
 from llmpq.runtime.links.transport import GlooTransport, MessageSizes, join_gloo, more_connections
-from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import STOP, StepMessage
+from llmpq.runtime.request import StepKind
+from llmpq.runtime.step import STOP, StepMessage, message_of_rows
 
 pytestmark = pytest.mark.cpu
 
@@ -29,7 +29,7 @@ class Wire:
         self.rooms: deque[Tensor] = deque()
 
     def put(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
-        parts = [pack_header(message, MAX_ROWS), pack_paging(message.paged)]
+        parts = [pack_header(message, MAX_ROWS), pack_paging(message.news)]
         parts += [] if hidden_BQH is None else [hidden_BQH]
         self.messages.append(torch.cat([part.view(-1).view(torch.uint8) for part in parts]))
 
@@ -53,10 +53,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 
 
 def _step(seq: int) -> StepMessage:
-    return StepMessage(
-        kind=StepKind.DECODE, seq=seq, slots=[0], starts=[3], num_new=[1], sample_steps=[0],
-        sampling=[SamplerConfig()], paged=[PagedRow(slot=0)],
-    )  # fmt: skip
+    return replace(message_of_rows(StepKind.DECODE, [0], [3], [1]), seq=seq)
 
 
 def test_the_next_receive_is_posted_while_the_last_message_is_in_use(wire: Wire) -> None:
@@ -83,11 +80,7 @@ SHAPES = ((1, 4), (2, 131_072), (1, 262_140), (2, 1), (2, 262_144), (1, 65_537),
 
 
 def _prefill(rows: int, tokens: int) -> StepMessage:
-    return StepMessage(
-        kind=StepKind.PREFILL, slots=range(rows), starts=[0] * rows, num_new=[tokens] * rows,
-        sample_steps=[0] * rows, sampling=[SamplerConfig()] * rows,
-        paged=[PagedRow(slot=row) for row in range(rows)],
-    )  # fmt: skip
+    return message_of_rows(StepKind.PREFILL, range(rows), [0] * rows, [tokens] * rows)
 
 
 def _exchange(rank: int, path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ import torch
 from llmpq.runtime.models.ruled_sampling import ConstrainedSampler, scores
 from llmpq.runtime.models.sampling import probabilities, sample
 from llmpq.runtime.request import StepKind
+from llmpq.runtime.row_sampling import RowSampling
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.step import message_of_rows
 from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput, Thought
 
 pytestmark = pytest.mark.cpu
@@ -22,15 +24,12 @@ GREEDY = SamplerConfig()
 
 def message(step: int, requests, sampling=None, kind=StepKind.DECODE, starts=None, num_new=None):
     rows = len(requests)
-    return StepMessage(
-        kind=kind,
-        slots=range(rows),
-        starts=starts or [step] * rows,
-        num_new=num_new or [1] * rows,
-        sample_steps=[step] * rows,
-        sampling=sampling or [GREEDY] * rows,
-        requests=requests,
-        tokens=[[0]] * rows,
+    made = message_of_rows(kind, range(rows), starts or [step] * rows, num_new or [1] * rows)
+    return replace(
+        made,
+        sample_steps_B=np.full(rows, step),
+        sampling=RowSampling(sampling or [GREEDY] * rows),
+        rules_B=np.array(requests),
     )
 
 

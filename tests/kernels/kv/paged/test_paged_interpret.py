@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from triton import knobs
@@ -76,7 +77,7 @@ def step(mix, plan, *, rows=None, places=None):
 
 def work_split(rows, plan):
     """Return what the programs take of a rows' table."""
-    numbers = split_work(rows.tolist(), plan.programs, windowed=plan.window > 0)
+    numbers = split_work(rows.numpy(), plan.programs, windowed=plan.window > 0)
     return torch.tensor(numbers, dtype=torch.int32)
 
 
@@ -87,11 +88,12 @@ def work_split(rows, plan):
 def test_the_line_of_tiles_is_split_work(lengths, programs, share):
     """Rows of one length are dealt out whole, or evenly; all tiles have one program each."""
     sums = [sum(lengths[: row + 1]) for row in range(len(lengths))] or [0]
-    assert share_of(sums, programs) == share
+    assert share_of(np.array(sums), programs) == share
     slots, starts = [*range(7, 7 + len(sums))], [10] * len(sums)
-    table = [slots, starts, [], [], [], sums, sums]
-    told = split_work(table, programs, windowed=False)
-    assert split_work(table, programs, windowed=True) == told * 2
+    unread = [0] * len(sums)
+    table = np.array([slots, starts, unread, unread, unread, sums, sums])
+    told = split_work(table, programs, windowed=False).tolist()
+    assert split_work(table, programs, windowed=True).tolist() == told * 2
     ends = [0]
     for row, row_last, last, own_share, begin, end, slot, tokens in batched(told, WORK_SPLIT):
         assert own_share == share
