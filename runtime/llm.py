@@ -763,6 +763,8 @@ class LLM:
             raise ValueError(
                 f"got {len(each)} sampling_params for {len(prompts)} prompts; give one, or one each"
             )
+        if not isinstance(priority, Iterable | None) or isinstance(priority, str):
+            raise ValueError(f"priority must be a list, one for each prompt, got {priority!r:.100}")
         ranks = [0] * len(prompts) if priority is None else list(priority)
         if len(ranks) != len(prompts):
             raise ValueError(

@@ -208,8 +208,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Only tokens with at least this share of the most likely one's probability."""
     seed: int | None = None
-    """None draws one; answer j of a prompt draws from seed + j. Other rows in a step may change the
-    last bits of what it draws from."""
+    """None draws one, and so does -1, which becomes None; answer j of a prompt draws from seed + j.
+    Other rows in a step may change the last bits of what it draws from."""
     stop: str | Sequence[str] | None = None
     """Texts at which an answer ends, without them."""
     stop_token_ids: Sequence[int] | None = None
@@ -407,6 +407,8 @@ def _take_plain(params: SamplingParams) -> None:
     for name, value in plain.items():
         if value is not None:
             object.__setattr__(params, name, value)  # before anything reads it
+    if params.seed == -1:  # vLLM's and llama.cpp's for none
+        object.__setattr__(params, "seed", None)
 
 
 def _check_texts(name: str, given: object) -> None:

@@ -15,7 +15,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.runtime.guides import GrammarCompiler, Newest
 from llmpq.runtime.request import Finished, Request, too_long
 from llmpq.runtime.request_output import NO_ROOM, CompletionOutput, Logprob
-from llmpq.runtime.sampling_params import SamplingParams, token_list
+from llmpq.runtime.sampling_params import SamplingParams, token_list, whole_number
 from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.conversation import Messages
 from llmpq.runtime.text.text_threads import QUICK_LENGTH, TextThreads
@@ -164,6 +164,12 @@ class RequestFactory:
         generates one token all the same, which is dropped: in the place of its last token, which
         need not be run.
         """
+        priority = _priority(priority)
+        for called, given in (("request_id", name), ("cache_salt", cache_salt)):
+            if not isinstance(given, str | None):
+                raise ValueError(f"{called} must be a text, got {given!r:.100}")
+        if params.stop_texts:
+            self._tokenizer.result()  # or why there is none: where texts are looked for is too late
         room = self.max_model_len if params.truncate_prompt_tokens is None else None
         text, tokens = self._tokens_of(prompt, room)
         tokens = self._truncated(tokens, params)
@@ -312,6 +318,11 @@ class RequestFactory:
             if not isinstance(text, str | None):
                 raise ValueError(f"'prompt' must be a text, got {text!r:.100}")
             prompt = next(prompt[key] for key in reversed(_KEYS) if key in given)
+            if _KEYS[1] in given and isinstance(prompt, str):
+                raise ValueError(
+                    f"'prompt_token_ids' must be a list of token ids, got {prompt!r:.100}; a text "
+                    "is 'prompt'"
+                )
         if isinstance(prompt, str):
             return prompt, tuple(self.tokenizer.encode(prompt, room=room) or self._start())
         tokens = token_list(prompt)
@@ -331,6 +342,14 @@ class RequestFactory:
         """
         start = self.tokenizer.start_token_id
         return [] if start is None else [start]
+
+
+def _priority(given: object) -> int:
+    """Return a priority as `int`; of another type it would end the engine, which orders by it."""
+    rank = whole_number(given)
+    if rank is None:
+        raise ValueError(f"priority must be a whole number, got {given!r:.100}")
+    return rank
 
 
 def _marks_of(prompt: Prompt) -> tuple[str, ...] | None:

@@ -315,10 +315,46 @@ def test_a_model_without_tokenizer_files_runs_on_token_ids(demo_model, tmp_path)
         assert len(answer.outputs[0].logprobs) == 3 and len(answer.prompt_logprobs) == 3
         assert answer.text == ""
         guided = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
-        for params in (guided, SamplingParams(bad_words=["a"])):
+        for params in (guided, SamplingParams(bad_words=["a"]), SamplingParams(stop="a")):
             with pytest.raises(ValueError, match="no tokenizer.json, nor") as caught:
                 llm.generate([5, 6, 7], params)
             assert "Errno" not in str(caught.value)
+
+
+@pytest.mark.parametrize("priority", ["x", 1.5, True, None])
+def test_a_priority_that_is_no_whole_number_is_refused_and_the_engine_goes_on(demo_model, priority):
+    async def ask() -> None:
+        await llm.submit("a", SHORT, priority=priority)
+
+    with LLM(demo_model, backend="threads", max_num_seqs=1) as llm:
+        said = "priority must be a whole number, got"
+        with pytest.raises(ValueError, match=f"prompt 1: {said}"):
+            llm.generate(["a", "b"], SHORT, priority=[1, priority])
+        with pytest.raises(ValueError, match=said):
+            asyncio.run(ask())
+        with pytest.raises(ValueError, match=said):
+            llm.prepare("a", SHORT, priority=priority)
+        with pytest.raises(ValueError, match="priority must be a list, one for each prompt, got 3"):
+            llm.generate("a", SHORT, priority=3)
+        ranks = np.array([2, 1])
+        assert [answer.prompt for answer in llm.generate(["a", "b"], SHORT, priority=ranks)]
+
+
+@pytest.mark.parametrize("given", [5, b"z", ["a"]])
+@pytest.mark.parametrize("name", ["request_id", "cache_salt"])
+def test_what_names_a_request_is_a_text(demo_model, name, given):
+    llm = LLM(demo_model, start=False)
+    with pytest.raises(ValueError, match=f"{name} must be a text, got "):
+        llm.prepare("a", SHORT, **{name: given})
+
+
+def test_a_text_is_no_list_of_token_ids(demo_model):
+    llm = LLM(demo_model, start=False)
+    with pytest.raises(ValueError, match="'prompt_token_ids' must be a list of .* got 'a'; a text"):
+        llm.prepare({"prompt_token_ids": "a"}, SHORT)
+    assert llm.prepare({"prompt": "a", "prompt_token_ids": None}, SHORT).prompt == "a"
+    with pytest.raises(ValueError, match="'prompt_token_ids' must be"):
+        llm.prepare({"prompt": "a", "prompt_token_ids": "a"}, SHORT)
 
 
 class Frame:

@@ -132,6 +132,12 @@ def test_neutral_values_are_taken():
     assert params.choice(-5).seed == 2**63 - 5
 
 
+def test_a_seed_of_minus_one_is_none():
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=np.int64(-1)).seed is None
+    assert SamplingParams(seed=-5).seed == -5
+
+
 def test_numbers_of_arrays_are_pythons_own():
     given = {"max_tokens": 3, "n": 2, "seed": 7, "logprobs": 1, "min_tokens": 2, "top_k": 5}
     values = {"temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "timeout_s": 2.0}
