@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from llmpq.errors import nearest, short_repr
 
+_LFS = b"version https://git-lfs.github.com/spec/"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """What the system says where a disk or a quota is full."""
 
@@ -88,6 +89,20 @@ def broken_link(path: Path) -> str | None:
         return None
     return (
         f"'{path}' is a broken link: '{os.readlink(path)}' is not there; download the model again"
+    )
+
+
+def lfs_pointer(path: Path) -> str | None:
+    """Say that a file is only Git LFS's pointer to one; None for any other path."""
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_LFS)) != _LFS:
+                return None
+    except OSError:
+        return None
+    return (
+        f"'{path}' is a pointer of Git LFS, not the file itself: type git lfs pull where it was "
+        "cloned, or download the model with hf download"
     )
 
 

@@ -544,7 +544,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Iterable[Prompt],
+        prompts: Prompt | Iterable[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -556,13 +556,13 @@ class LLM:
         `use_tqdm`: several prompts have a live picture of rows and stages where stderr is a
         terminal, else a line every 5 s. `priority`: of each prompt; lower ones are scheduled first.
         """
-        _no_others("LLM.generate", others)
-        several = listed(prompts)
+        _no_others(LLM.generate, others)
+        several = listed(cast(Prompt, prompts))  # None is refused with its place
         return self._all_of(several, sampling_params, priority=priority, use_tqdm=use_tqdm)
 
     def chat(
         self,
-        messages: Messages | Sequence[Messages],
+        messages: Messages | Sequence[Messages] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -582,8 +582,8 @@ class LLM:
         `{"enable_thinking": False}`.
         """
         self._require_process()
-        _no_others("LLM.chat", others)
-        several = _conversations(messages)
+        _no_others(LLM.chat, others)
+        several = _conversations(cast(Messages, messages))  # None is refused
         own_params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params]
         cut = any(getattr(own, "truncate_prompt_tokens", None) is not None for own in own_params)
         prompts = []
@@ -951,14 +951,17 @@ def _is_same(tokenizer: object, model: str | Path) -> bool:
     return given == own or given.resolve() == own.resolve()
 
 
-def _no_others(called: str, given: Mapping[str, Any]) -> None:
+def _no_others(method: Callable[..., object], given: Mapping[str, Any]) -> None:
     """Raise `TypeError` for an argument that a method does not have; vLLM's may change nothing."""
+    called = method.__qualname__
     for name in without_neutral(given, VLLM_CALLS, whose=f"{called} has no argument"):
         instead = f"it is SamplingParams({name}=...)" if name in _SAMPLING else ""
         if name in VLLM_SAMPLING:
             instead = f"in SamplingParams, {VLLM_SAMPLING[name].instead}"
-        more = f": {instead}" if instead else ""
-        raise TypeError(f"{called} has no argument '{name}'{more}")
+        if not instead:
+            named = [p for p in inspect.signature(method).parameters if p not in ("self", "others")]
+            instead = f"{nearest(name, named)}see help({called})"
+        raise TypeError(f"{called} has no argument '{name}': {instead}")
 
 
 def _default_sampling(generation: GenerationConfig) -> SamplingParams:

@@ -199,9 +199,28 @@ OTHER_OPTIONS: Mapping[str, Other] = {
     "allowed_local_media_path": Other(_TEXT, (None, "")),
     "async_scheduling": Other("steps are scheduled ahead", (None, *_BOTH)),
     "logits_processors": Other("use SamplingParams(logit_bias=...) or its likes", (None, [])),
+    "batch": Other("it is max_num_seqs"),
+    "context": Other("it is max_model_len"),
+    "kv": Other("it is kv_cache_dtype"),
+    "tensor_parallel": Other("it is tensor_parallel_size"),
+    **{
+        name: Other(f"it is make_plan's: LLM(model, plan=make_plan(model, {name}=...))")
+        for name in (
+            "devices",
+            "bits",
+            "prompt_len",
+            "gen_len",
+            "omega_file",
+            "theta",
+            "quality_budget",
+            "reserve",
+            "method",
+            "time_limit_s",
+        )
+    },
 }
-"""Arguments of Transformers' `from_pretrained`, of llama.cpp's `Llama`, and of vLLM's that are no
-flags."""
+"""Arguments of Transformers' `from_pretrained`, of llama.cpp's `Llama`, of `make_plan`, and of
+vLLM's that are no flags."""
 
 
 _BEAMS = "there is no beam search: ask for n answers and choose by cumulative_logprob"
@@ -267,6 +286,9 @@ VLLM_GUIDES: Mapping[str, Other] = {
 VLLM_CALLS: Mapping[str, Other] = {
     "request_id": Other("it is an argument of LLM.submit and LLM.stream, which do not block"),
     "lora_request": Other(_ADAPTERS),
+    "stream": Other("pieces as they come are LLM.stream and LLM.submit", (None, False)),
+    "params": Other("it is sampling_params"),
+    "conversation": Other("it is the messages of LLM.chat"),
     "prompt_token_ids": Other("token ids are prompts: {'prompt_token_ids': [...]}, or the list"),
     "tokenization_kwargs": Other(
         "texts are tokenised as the model's files say; truncate_prompt_tokens is in SamplingParams",
@@ -291,6 +313,7 @@ VLLM_METHODS: Mapping[str, str] = {
     "apply_model": _ONE_PROCESS,
     "collective_rpc": _ONE_PROCESS,
     "get_world_size": _ONE_PROCESS,
+    "model_config": "max_model_len, model_spec and options are LLM's own",
     "llm_engine": "stream, submit, abort and stats are LLM's own methods",
     "enqueue": "it is submit, or as_completed",
     "wait_for_completion": "it is as_completed",

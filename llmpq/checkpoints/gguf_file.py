@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.errors import shortened
-from llmpq.file_form import broken_link
+from llmpq.file_form import broken_link, lfs_pointer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -214,7 +214,10 @@ class _Reader:
         self._path, self._at = path, 0
         with path.open("rb") as file:
             if path.stat().st_size < 24 or file.read(4) != MAGIC:
-                raise ValueError(f"'{path}' is not a GGUF file: it does not begin with 'GGUF'")
+                raise ValueError(
+                    lfs_pointer(path)
+                    or f"'{path}' is not a GGUF file: it does not begin with 'GGUF'"
+                )
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = len(MAGIC)
 

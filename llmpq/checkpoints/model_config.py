@@ -38,7 +38,7 @@ from llmpq.families.not_run import (
     no_language_model,
 )
 from llmpq.families.record import Family
-from llmpq.file_form import broken_link
+from llmpq.file_form import broken_link, lfs_pointer
 
 BOOKKEEPING = frozenset(
     [
@@ -373,7 +373,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(_nothing_to_read(Path(directory))) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"'{path}' is not valid JSON: {error}") from None
+        raise ValueError(lfs_pointer(path) or f"'{path}' is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"'{path}': got {type(config).__name__}, expected an object")
     return config

@@ -21,7 +21,7 @@ from llmpq.checkpoints.tokenizer_files import (
     has_merges,
     tokenizer_of_merges,
 )
-from llmpq.file_form import broken_link, read_json
+from llmpq.file_form import broken_link, lfs_pointer, read_json
 from llmpq.runtime.request import too_long
 from llmpq.runtime.sampling_params import require_whole
 from llmpq.runtime.text.conversation import Messages, plain_messages, with_text_arguments
@@ -402,8 +402,10 @@ def _loaded(directory: Path) -> Any:
     except Exception as error:  # the tokenizers library raises bare Exception, KeyError and more
         lists = [TOKENIZER] if (directory / TOKENIZER).exists() else list(MERGES)
         read = lists + [SETTINGS] * (directory / SETTINGS).exists()
+        pointer = next(filter(None, (lfs_pointer(directory / name) for name in read)), None)
         raise ValueError(
-            f"the tokenizer of '{directory}' ({', '.join(read)}) cannot be read "
+            pointer
+            or f"the tokenizer of '{directory}' ({', '.join(read)}) cannot be read "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); copy them from the "
             "model again"
         ) from None

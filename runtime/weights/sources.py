@@ -21,7 +21,7 @@ from torch import Tensor
 from llmpq.checkpoints.model_config import other_form
 from llmpq.families import FAMILIES
 from llmpq.families.record import AS_IT_IS
-from llmpq.file_form import broken_link
+from llmpq.file_form import broken_link, lfs_pointer
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.part_shapes import (
@@ -389,7 +389,8 @@ class CheckpointSource:
                 raise ValueError(broken_link(path) or missing) from None
             except SafetensorError as error:
                 raise ValueError(
-                    f"'{path}' is truncated or not a safetensors file ({error}); its size is "
+                    lfs_pointer(path)
+                    or f"'{path}' is truncated or not a safetensors file ({error}); its size is "
                     f"{path.stat().st_size} bytes. Download it again"
                 ) from None
         return self._open[file]

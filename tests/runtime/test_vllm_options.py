@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import shutil
 
 import pytest
 import torch
 
-from llmpq import LLM, EngineOptions, SamplingParams, StructuredOutputsParams
+from llmpq import LLM, EngineOptions, SamplingParams, StructuredOutputsParams, make_plan
 from llmpq.planner.__main__ import main as plan_main
 from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, VLLM_FLAGS
 from llmpq.runtime.vllm_options import (
@@ -166,8 +167,32 @@ def test_arguments_of_vllms_calls_are_taken_or_answered(demo_model, method):
         with pytest.raises(TypeError, match=f"LLM.{method} has no argument '{name}'.*: "):
             call("a", **{name: object()})
         assert other.neutral
-    with pytest.raises(TypeError, match=f"LLM.{method} has no argument 'no_such_thing'$"):
+    where = rf"see help\(LLM.{method}\)$"
+    with pytest.raises(TypeError, match=f"LLM.{method} has no argument 'no_such_thing': {where}"):
         call("a", no_such_thing=1)
+    with pytest.raises(TypeError, match=f"'use_tdqm': did you mean 'use_tqdm'\\? {where}"):
+        call("a", use_tdqm=False)
+
+
+def test_arguments_that_are_not_there_are_named_before_those_that_lack(demo_model):
+    llm = LLM(demo_model, start=False)
+    with pytest.raises(TypeError, match=r"no argument 'prompt': did you mean 'prompts'\?"):
+        llm.generate(prompt="a")
+    with pytest.raises(TypeError, match="no argument 'prompt_token_ids' .*: token ids are prompts"):
+        llm.generate(prompt_token_ids=[[1]])
+    with pytest.raises(ValueError, match="a prompt is a text or a list of token ids, got None"):
+        llm.generate()
+    with pytest.raises(ValueError, match="a conversation is a list of messages .*, got None"):
+        llm.chat()
+
+
+def test_what_only_make_plan_takes_is_answered(demo_model):
+    known = {*EngineOptions.__dataclass_fields__, *inspect.signature(LLM).parameters}
+    others = [name for name in inspect.signature(make_plan).parameters if name not in known]
+    assert {"devices", "bits", "batch", "kv"} <= {*others}
+    for name in others:
+        with pytest.raises(TypeError, match=f"no option '{name}' .*: it is "):
+            LLM(demo_model, start=False, **{name: "4"})
 
 
 def test_none_of_them_is_an_option_of_ours():

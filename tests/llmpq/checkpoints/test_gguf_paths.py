@@ -19,6 +19,10 @@ def test_missing_files_and_folders_of_files_are_named(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "model.gguf"):
         with pytest.raises(ValueError, match="model.gguf' is not a GGUF file"):
             ModelSpec.from_directory(path)
+    (tmp_path / "model.gguf").write_text("version https://git-lfs.github.com/spec/v1\nsize 12\n")
+    with pytest.raises(ValueError, match="model.gguf' is a pointer of Git LFS, .*git lfs pull"):
+        ModelSpec.from_directory(tmp_path / "model.gguf")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="no config.json .* give one itself, .*model.gguf"):
         ModelSpec.from_directory(tmp_path)

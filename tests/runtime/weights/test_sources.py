@@ -16,6 +16,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
+from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
 from reference.pipeline import ReferencePipeline, pad
 
@@ -142,6 +143,17 @@ def test_truncated_file(copy):
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"truncated or not a safetensors.*Download it again"):
         build(directory, range(1))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_said_to_be_one(demo_model, tmp_path, name):
+    directory = Path(shutil.copytree(demo_model, tmp_path / "model"))
+    (directory / name).write_text("version https://git-lfs.github.com/spec/v1\nsize 12\n")
+    with pytest.raises(ValueError, match=f"{name}' is a pointer of Git LFS, .*git lfs pull"):
+        if name == "tokenizer.json":
+            Tokenizer(directory)
+        else:
+            build(directory, range(1))
 
 
 def test_missing_tensor(copy):
