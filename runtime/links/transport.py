@@ -156,7 +156,10 @@ class GlooTransport(HostTokens):
         if hidden_BQH is not None:
             parts.append(hidden_BQH.contiguous())
         if self._one_way or message.sends_tokens:
-            parts.append(torch.from_numpy(message.tokens_T))
+            # Stages behind the first have none to give their devices, which expect as many.
+            known = len(message.tokens_T) > 0
+            nothing = torch.zeros(message.num_tokens, dtype=torch.long)
+            parts.append(torch.from_numpy(message.tokens_T) if known else nothing)
         if self._rank == 0 and hidden_BQH is not None and not self._one_way:
             self._expect_tokens(message)
         data = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
