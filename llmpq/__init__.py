@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from llmpq.plan import Plan as Plan
     from llmpq.planner.make import make_plan as make_plan
     from llmpq.runtime.llm import LLM as LLM
+    from llmpq.runtime.llm import CompletionOutput as CompletionOutput
     from llmpq.runtime.llm import EngineOptions as EngineOptions
+    from llmpq.runtime.llm import Logprob as Logprob
     from llmpq.runtime.llm import RequestOutput as RequestOutput
     from llmpq.runtime.llm import SamplingParams as SamplingParams
     from llmpq.runtime.llm import StructuredOutputsParams as StructuredOutputsParams
@@ -34,6 +36,8 @@ _DOOR = {
     "SamplingParams": "llmpq.runtime.llm",
     "StructuredOutputsParams": "llmpq.runtime.llm",
     "RequestOutput": "llmpq.runtime.llm",
+    "CompletionOutput": "llmpq.runtime.llm",
+    "Logprob": "llmpq.runtime.llm",
     "Plan": "llmpq.plan",
     "make_plan": "llmpq.planner.make",
 }
@@ -41,7 +45,9 @@ _DOOR = {
 
 __all__ = [
     "LLM",
+    "CompletionOutput",
     "EngineOptions",
+    "Logprob",
     "Plan",
     "RequestOutput",
     "SamplingParams",

@@ -53,7 +53,7 @@ from llmpq.runtime.report.job_report import JobReport, JobResult, build_report
 from llmpq.runtime.report.live_numbers import JobSamples
 from llmpq.runtime.report.progress import LoadBar, ProgressReporter
 from llmpq.runtime.request import Progress
-from llmpq.runtime.request_output import CompletionOutput, RequestOutput
+from llmpq.runtime.request_output import CompletionOutput, Logprob, RequestOutput
 from llmpq.runtime.response_stream import AsyncSubmitter, OutputQueue, ResponseStream
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.runtime.slow_watch import SlowWatch, may_watch
@@ -79,8 +79,8 @@ from llmpq.runtime.weights.ram_folder import ram_folder
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 __all__ = [
-    "LLM", "CompletionOutput", "Deadlines", "EngineOptions", "RequestOutput", "SamplingParams",
-    "StructuredOutputsParams",
+    "LLM", "CompletionOutput", "Deadlines", "EngineOptions", "Logprob", "RequestOutput",
+    "SamplingParams", "StructuredOutputsParams",
 ]  # fmt: skip
 
 _log = logging.getLogger("llmpq.runtime")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from llmpq import Plan
+
 pytestmark = pytest.mark.cpu
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "python.md"
 TEMPLATE = (
@@ -17,12 +19,13 @@ TEMPLATE = (
 )
 
 
-def test_every_block_of_the_page_runs(demo_model, tmp_path):
+def test_every_block_of_the_page_runs(demo_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
     shutil.copytree(demo_model, model)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     names: dict[str, Any] = {}
     for block in blocks[:-1]:
         exec(block.replace("Qwen/Qwen3-0.6B", str(model)), names)
@@ -33,6 +36,8 @@ def test_every_block_of_the_page_runs(demo_model, tmp_path):
     assert names["reasons"] == ["length", "abort"]
     assert len(names["scored"].outputs[0].logprobs) == 4
     assert names["guided"].text in ("yes", "no")
+    assert names["plan"] == Plan.load_json("plan.json")
+    assert {p.value for stage in names["plan"].stages for p in stage.precisions} == {"w8a16"}
     del llm
     exec(blocks[-1], names)
     assert "llm" not in names
