@@ -425,7 +425,7 @@ def test_one_card_runs_in_waves_what_it_has_no_room_for_at_once(planned: Any) ->
     plan, lines = planned(*words)
     assert isinstance(plan, Topology)
     (engine,) = plan.engines
-    assert engine.rows == 200 and engine.waves == 2
+    assert engine.rows == 200 and engine.waves > 1
     (card,) = [line for line in lines if line.startswith("best single card: ")]
     assert f"T4-0: {shown(engine.tokens_per_s)} tokens/s" in card
 
