@@ -220,7 +220,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """Whether the end-of-text token ends nothing."""
     min_tokens: int = 0
-    """Tokens before which neither an end nor a stop is chosen or looked for."""
+    """Tokens before which no stop is looked for, and neither an end (with `ignore_eos`, too) nor a
+    stop token is chosen."""
     timeout_s: float | None = None
     """Seconds after which an answer is ended as by an abort (not one of vLLM's)."""
     presence_penalty: float = 0.0

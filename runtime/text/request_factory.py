@@ -492,7 +492,7 @@ def logits_constraints(
         presence_penalty=float(params.presence_penalty),
         logit_bias={token: float(value) for token, value in bias.items() if value},
         min_tokens=params.min_tokens,
-        end_ids=tuple(sorted(stop_ids)) if params.min_tokens else (),
+        end_ids=tuple(sorted({*stop_ids, *spec.eos_token_ids})) if params.min_tokens else (),
         bad_tokens=tuple(
             run for word in params.bad_words or () for run in _spellings(word, tokenizer())
         ),

@@ -117,6 +117,16 @@ def test_ends_wait_for_min_tokens(llm):
     assert first not in llm.generate(PROMPTS[0], never)[0].outputs[0].token_ids[:3]
 
 
+def test_no_end_is_chosen_before_min_tokens_where_ends_are_ignored(llm):
+    (end,) = llm.model_spec.eos_token_ids
+    likely = {"ignore_eos": True, "logit_bias": {end: 100}, "max_tokens": 5, "temperature": 0}
+    (ends,) = llm.generate(PROMPTS[0], SamplingParams(**likely))
+    assert ends.outputs[0].token_ids == [end] * 5
+    (late,) = llm.generate(PROMPTS[0], SamplingParams(**likely, min_tokens=3))
+    assert end not in late.outputs[0].token_ids[:3]
+    assert late.outputs[0].token_ids[3:] == [end] * 2
+
+
 def test_prompts_are_truncated_on_the_left_and_bad_tokens_refused(llm):
     tokens = list(llm.generate(PROMPTS[2], SCORE)[0].prompt_token_ids)
     short = SamplingParams(**GREEDY, truncate_prompt_tokens=3)
