@@ -153,14 +153,22 @@ def test_a_compiler_that_fails_is_said(anew, monkeypatch, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("capability", "layout"), [((7, 5), Layout.ROWS), ((8, 0), Layout.FRAGMENT)]
+    ("capability", "dtype", "layout"),
+    [
+        ((7, 5), torch.float16, Layout.FRAGMENT),
+        ((7, 5), torch.bfloat16, Layout.ROWS),
+        ((8, 0), torch.bfloat16, Layout.FRAGMENT),
+        ((8, 0), torch.float32, Layout.ROWS),
+    ],
 )
-def test_small_groups_lie_in_rows_where_no_tensor_core_reads_words(monkeypatch, capability, layout):
+def test_small_groups_lie_in_rows_where_no_kernel_reads_words(
+    monkeypatch, capability, dtype, layout
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     device = torch.device("cuda")
-    assert best_layout(device, torch.float16, 32) is layout
-    assert best_layout(device, torch.float16, 128) is Layout.FRAGMENT
+    assert best_layout(device, dtype, 32) is layout
+    assert best_layout(device, dtype, 128) is Layout.FRAGMENT
 
 
 def test_what_a_killed_compilation_has_left_is_removed(tmp_path, monkeypatch, caplog):
