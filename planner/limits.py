@@ -55,9 +55,10 @@ def positive_if_given(flag: str, value: int | None) -> int | None:
 
 def within(flag: str, value: float, most: float, unit: str = "") -> float:
     """Return a flag's number; `ValueError` below zero, above `most`, or not a number."""
-    if not isinstance(value, (int, float)) or not 0 <= value <= most:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= most:
         wanted = "a number >= 0" if math.isinf(most) else f"between 0 and {most:g}"
-        shown = f"{value:g}" if isinstance(value, (int, float)) else repr(value)
+        shown = f"{value:g}" if is_number else repr(value)
         raise ValueError(f"{flag} must be {wanted}{unit}, got {shown}")
     return value
 

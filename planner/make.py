@@ -7,6 +7,7 @@ they must (planner/front/preference.py).
 
 from __future__ import annotations
 
+import logging
 import operator
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,8 @@ from llmpq.planner.solving.methods import PLANNERS, SolveOptions, within
 from llmpq.precision import Precision
 from llmpq.workload import Workload
 
+_log = logging.getLogger("llmpq.planner")
+
 
 def make_plan(
     model: str | Path,
@@ -71,14 +74,15 @@ def make_plan(
     The devices are `devices` ("4090,3090:2,cpu", or a list of such), those of a cluster file, or
     this machine's. Of `prompt_len` (512 tokens unless said) and `context`, prompt and answer
     together, one is given; lengths may be texts, "32k". `bits` and `kv`: "4,8", 8 or [4, 8].
+    What the command prints as a warning is one of the logger `llmpq.planner`.
     """
     for name, value, allowed in (
         ("dtype", dtype, DTYPES),
         ("prefer", prefer, PREFERENCES),
         ("method", method, PLANNERS),
     ):
-        if value is not None and value not in allowed:
-            raise unknown_name(name, value, allowed)
+        if (value is not None or name == "dtype") and value not in allowed:
+            raise unknown_name(name, str(value), allowed)
     aims = {"--prefer": prefer, "--theta": theta, "--quality-budget": quality_budget}
     stated = [flag for flag, value in aims.items() if value is not None]
     if len(stated) > 1:
@@ -88,7 +92,7 @@ def make_plan(
     given = {"devices": devices, "bits": bits, "kv": kv, "reserve": reserve}
     texts = {name: _joined(value) for name, value in given.items()}
     for name, value in texts.items():
-        if value is not None and not isinstance(value, str):
+        if not isinstance(value, str if name == "kv" else str | None):
             raise ValueError(f"--{name} must be text, such as {EXAMPLES[name]}, got {value!r}")
     request = PlanRequest(
         model=at_revision(model, revision),
@@ -113,8 +117,11 @@ def make_plan(
         time_limit=time_limit_s,
     )
     from llmpq.planner.cli.own_dtype import closer_refusal, in_own_dtype
+    from llmpq.planner.cli.report import WARNING, warnings_of
 
-    problem, path, _ = make_problem(request)
+    problem, path, notes = make_problem(request)
+    for note in warnings_of(notes):
+        _log.warning("%s", note.removeprefix(WARNING))
     best, refused = None, ""
     options = solve_options(request, problem.cluster)
     try:

@@ -60,6 +60,8 @@ def choose_plan(
             f"an LLM is one engine and the plan has {len(plan.engines)}: run it with "
             "llmpq.runtime.engines.Engines, llmpq-dist run or serve, or plan one pipeline"
         )
+    if isinstance(model, Plan):
+        raise ValueError("a plan is given by --plan, not as the model")
     given = _given(plan)
     if model is None:
         if given is None:

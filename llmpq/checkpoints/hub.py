@@ -70,7 +70,7 @@ def local_model(model: str | Path, *, config_only: bool = False) -> Path:
     if Path(model).is_file():
         raise ValueError(
             f"'{shortened(str(model))}' is a file, and its name does not end in .gguf: expected a "
-            "GGUF file, or a model's directory"
+            f"GGUF file, or a model's directory{_instead_of_file(Path(model))}"
         )
     near = _near(Path(model))
     named = None if os.path.isabs(model) else _NAME.fullmatch(str(model))
@@ -84,6 +84,13 @@ def local_model(model: str | Path, *, config_only: bool = False) -> Path:
         return _from_hub(named["repo"], named["file"], named["revision"], config_only=config_only)
     except ValueError as error:
         raise ValueError(f"{error}; {near}" if near else str(error)) from None
+
+
+def _instead_of_file(path: Path) -> str:
+    """Return what to give instead of a file, with its comma; empty if nothing is known."""
+    if (path.parent / "config.json").is_file():
+        return f", such as its own, '{path.parent}'"
+    return "; a plan is given by --plan" if path.suffix == ".json" else ""
 
 
 def _near(path: Path) -> str:

@@ -635,7 +635,7 @@ def stated_theta(request: PlanRequest, cluster: Cluster) -> float | None:
     where = "--theta" if asked is not None else f"'{request.cluster}': planning.theta"
     theta = hint if asked is None else asked
     assert theta is not None, "one of the two says it"
-    return limits.within(where, float(theta), limits.MAX_THETA, " seconds per unit of omega")
+    return float(limits.within(where, theta, limits.MAX_THETA, " seconds per unit of omega"))
 
 
 def _within(flag: str, value: int | None, batch: int) -> int | None:

@@ -53,6 +53,12 @@ def test_devices_share_a_stage_where_one_engine_gains_by_it() -> None:
         ({"theta": 1.0, "prefer": "speed"}, "prefer and theta both say which plan is best"),
         ({"tensor_parallel": 0}, "tensor_parallel must be a number of devices"),
         ({"method": "all"}, "unknown method 'all'"),
+        ({"theta": "x"}, "theta must be between 0 and 1e+15 seconds per unit of omega, got 'x'"),
+        ({"theta": [1]}, "theta must be between 0 and 1e+15 seconds per unit of omega, got [1]"),
+        ({"quality_budget": True}, "quality_budget must be between 0 and 1e+09, got True"),
+        ({"dtype": None}, "unknown dtype 'None': known: auto,"),
+        ({"prefer": 5}, "unknown prefer '5': known: balanced,"),
+        ({"kv": None}, 'kv must be text, such as "16,8", got None'),
     ],
 )
 def test_errors_name_arguments(asked: dict[str, Any], said: str) -> None:
@@ -80,6 +86,15 @@ def test_values_of_python_say_what_texts_do(given: dict[str, Any], same: dict[st
     plan = llmpq.make_plan("llama-3.1-8b", **{**job, **given})
     wanted = llmpq.make_plan("llama-3.1-8b", **{**job, **same})
     assert plan.workload == wanted.workload and plan.stages == wanted.stages
+
+
+def test_what_the_command_warns_of_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    llmpq.make_plan("llama-3.1-8b", devices="4090", batch=1)
+    assert not caplog.records
+    llmpq.make_plan("llama-3.1-8b", devices="4090", batch=1, kv=8, gen_len=140_000)
+    [record] = caplog.records
+    assert record.name == "llmpq.planner" and record.levelname == "WARNING"
+    assert record.message.startswith("prompts of 512 and answers of 140000 tokens are beyond the ")
 
 
 def test_a_name_that_is_none_is_answered_with_the_nearest() -> None:

@@ -226,6 +226,19 @@ def test_options_that_cannot_be_obeyed_are_refused(demo_model, make_plan, option
 
 
 @pytest.mark.cpu
+def test_a_file_as_the_model_is_answered_with_what_to_give(demo_model, make_plan, tmp_path):
+    plan = make_plan(demo_model)
+    with pytest.raises(ValueError, match="^a plan is given by plan, not as the model$"):
+        LLM(plan)
+    path = tmp_path / "plan.json"
+    plan.save_json(path)
+    with pytest.raises(ValueError, match="or a model's directory; a plan is given by plan$"):
+        LLM(path)
+    with pytest.raises(ValueError, match=f"directory, such as its own, '{demo_model}'$"):
+        LLM(demo_model / "config.json")
+
+
+@pytest.mark.cpu
 def test_a_plan_s_model_that_is_not_here_is_named_with_its_whole_path(
     demo_model, make_plan, tmp_path, monkeypatch
 ):
