@@ -45,12 +45,19 @@ def launches_of(options: ServeOptions) -> list[ReplicaLaunch]:
 
 
 def _engines(options: ServeOptions, topology: Topology) -> list[tuple[Chosen, tuple[int, ...]]]:
-    """Return each engine of a plan, and its GPUs."""
-    nodes = {stage.node for stage in topology.stages}
+    """Return each engine of a plan, and its GPUs; through a Ray, which gives them, none."""
+    if options.engine.ray_address is not None:
+        return [(choose_plan(options.model, plan, options.engine), ()) for plan in topology.plans]
+    nodes = sorted({stage.node for stage in topology.stages})
     if len(nodes) > 1:
         raise ValueError(
-            f"serve runs several engines as processes of one machine, the plan has {len(nodes)} "
-            "nodes; run one server on each node, with a plan for it"
+            f"the plan's engines are on {len(nodes)} nodes ({', '.join(nodes)}): give the Ray that "
+            "joins them with --ray-address HOST:PORT"
+        )
+    if options.engine.backend == "ray":
+        raise ValueError(
+            f"--backend ray: the plan has {len(topology.engines)} engines, each a process of its "
+            "own; give the Ray that they are to join with --ray-address HOST:PORT, or leave it out"
         )
     most = max((s.device_index for s in topology.places if not s.is_cpu), default=-1) + 1
     seen = len(visible(read_gpus()))
@@ -89,8 +96,12 @@ def _planned(options: ServeOptions) -> list[tuple[Chosen, tuple[int, ...]]]:
 
 
 def _engine(options: ServeOptions, chosen: Chosen) -> dict[str, Any]:
-    """Return what a replica's `LLM` gets, as JSON data: the plan, and options but what made it."""
+    """Return what a replica's `LLM` gets, as JSON data: the plan, and options but what made it.
+
+    Through a Ray also the cluster, which says how the nodes are found.
+    """
     given = options.engine.given()
-    for name in ("revision", "cluster", *PLANNING):
+    found_here = () if options.engine.ray_address is not None else ("cluster",)
+    for name in ("revision", *found_here, *PLANNING):
         given.pop(name, None)
     return {"plan": chosen.plan.dump_json(), "options": EngineOptions(**given).to_data()}

@@ -20,9 +20,10 @@ from llmpq.topology import Topology
 
 def main(options: ServeOptions) -> int:
     """Serve; 0 once it has ended in order."""
-    options = _with_engines(_with_source(options))
-    settings = settings_of(options)
+    options = _with_source(options)
     _check_replicas(options)
+    options = _with_engines(options)
+    settings = settings_of(options)
     from llmpq.runtime.serve.log_thread import lines_apart
     from llmpq.runtime.serve.server import serve
     from llmpq.runtime.serve.service import Service

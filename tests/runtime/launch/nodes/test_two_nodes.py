@@ -3,10 +3,12 @@
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.plan import ClusterRef
+from llmpq.topology import EngineShare, Topology
 
 pytestmark = pytest.mark.cluster
 CLUSTER = """
@@ -133,6 +136,56 @@ def test_rows_of_a_driver_that_is_killed_go_on_with_resume(address, files):
     whole = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["index"] for row in whole] == list(range(len(rows)))
     assert all(len(row["tokens"]) == 16 for row in whole)
+
+
+def test_engines_on_both_nodes_are_served_behind_one_port(address, files, make_plan, demo_model):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        free_port = free.getsockname()[1]
+    cluster = Cluster.load(files / "cluster.yaml")
+    ref = ClusterRef(name=cluster.name, fingerprint=cluster.fingerprint())
+    shares = []
+    for number, node in enumerate(("there", "here")):
+        plan = make_plan(demo_model)
+        place = {"node": node, "device": f"CPU-{number}"}
+        stages = (plan.stages[0].model_copy(update=place),)
+        plan = plan.model_copy(update={"stages": stages, "cluster": ref})
+        shares.append(EngineShare(rows=4, plan=plan))
+    work = shares[0].plan.workload.model_copy(update={"batch": 8})
+    Topology(engines=tuple(shares), workload=work).save_json(files / "both.json")
+    words = ("serve", "--plan", "both.json", "--cluster", "cluster.yaml", "--port", free_port)
+    alone = dist(files, *words)
+    assert alone.returncode == 2 and "--ray-address HOST:PORT" in alone.stderr
+    command = [sys.executable, "-m", "llmpq.runtime", *map(str, words), "--ray-address", address]
+    url, body = f"http://127.0.0.1:{free_port}", {"prompt": "def ", "max_tokens": 8}
+    with subprocess.Popen(command, cwd=files, env=os.environ | LOCKED) as server:
+        try:
+            end_s = time.monotonic() + LIMIT_S
+            while not _answers(f"{url}/ready"):
+                assert server.poll() is None and time.monotonic() < end_s
+                time.sleep(0.3)
+            parents = {process.parent().pid for process in stages_of(address)}
+            assert len(parents) == 2, "a stage on each node"
+            for number in range(6):
+                asked = urllib.request.Request(
+                    f"{url}/v1/completions",
+                    json.dumps(body | {"prompt": f"def f{number}"}).encode(),
+                    {"Content-Type": "application/json"},
+                )
+                with urllib.request.urlopen(asked, timeout=LIMIT_S) as answer:
+                    assert json.load(answer)["usage"]["completion_tokens"] > 0
+        finally:
+            server.send_signal(signal.SIGINT)
+    assert server.returncode == 0
+    assert psutil.wait_procs(stages_of(address), timeout=60)[1] == []
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def test_the_preflight_looks_at_both_nodes(address, files):

@@ -135,3 +135,25 @@ def test_each_engine_of_a_plan_is_a_replica(
     Topology(engines=shares, workload=work).save_json(path)
     with pytest.raises(ValueError, match="engines are on 4 GPUs, this machine has 0"):
         launches_of(_served(path))
+
+
+def test_engines_on_several_nodes_need_a_ray_and_each_joins_it(
+    demo_model: Path, make_plan: Any, tmp_path: Path
+) -> None:
+    plans = [make_plan(demo_model), make_plan(demo_model)]
+    stage = plans[1].stages[0].model_copy(update={"device": "other", "node": "elsewhere"})
+    plans[1] = plans[1].model_copy(update={"stages": (stage,)})
+    shares = tuple(EngineShare(rows=4, plan=plan) for plan in plans)
+    work = plans[0].workload.model_copy(update={"batch": 8})
+    path = tmp_path / "plan.json"
+    Topology(engines=shares, workload=work).save_json(path)
+    with pytest.raises(ValueError, match=r"on 2 nodes \(elsewhere, .*: give the Ray that joins"):
+        launches_of(_served(path))
+    launches = launches_of(_served(path, "--ray-address", "10.0.0.1:6379"))
+    assert [json.loads(own.engine["plan"])["stages"][0]["node"] for own in launches] == [
+        plans[0].stages[0].node,
+        "elsewhere",
+    ]
+    assert {own.engine["options"]["ray_address"] for own in launches} == {"10.0.0.1:6379"}
+    with pytest.raises(ValueError, match="--replicas are processes on this machine"):
+        main(_served(path, "--ray-address", "10.0.0.1:6379", "--replicas", "2"))
