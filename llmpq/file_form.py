@@ -56,18 +56,7 @@ class FileForm(BaseModel):
 
     def save_json(self, path: str | Path) -> None:
         """Write the JSON form to `path`, creating its folder."""
-        check_writable(path)
-        existed = Path(path).exists()
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            replace_text(Path(path), self.dump_json())
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            kept = "what it held is kept; " if existed else ""
-            do = "free some space or " if error.errno in NO_SPACE else ""
-            raise ValueError(
-                f"cannot write '{path}': {reason}; {kept}{do}give another place"
-            ) from None
+        save_text(path, self.dump_json())
 
 
 @cache
@@ -118,6 +107,20 @@ def replace_text(path: Path, text: str) -> None:
             _replace(path.resolve(), text)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+
+
+def save_text(path: str | Path, text: str) -> None:
+    """Write a file, creating its folder; `ValueError` says why it cannot be, and what to do."""
+    check_writable(path)
+    existed = Path(path).exists()
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        replace_text(Path(path), text)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        kept = "what it held is kept; " if existed else ""
+        do = "free some space or " if error.errno in NO_SPACE else ""
+        raise ValueError(f"cannot write '{path}': {reason}; {kept}{do}give another place") from None
 
 
 def _replace(path: Path, text: str) -> None:

@@ -19,9 +19,13 @@ _OWN_DEVICES = (
 )
 _FILES = "files are read from the model's directory"
 _LEAVE_FILES = "files are read from the model's directory: leave it out"
-_BITS = "a checkpoint's own form is found in its files; fewer bits are a plan's (make_plan, bits=)"
+_BITS = (
+    "a checkpoint's own form is found in its files: leave it out; fewer bits are a plan's "
+    "(make_plan, bits=)"
+)
 _PLAN_BITS = (
-    "a checkpoint's own form is found in its files; for fewer bits plan with llmpq-algo --bits"
+    "a checkpoint's own form is found in its files: leave it out; for fewer bits plan with "
+    "llmpq-algo --bits"
 )
 _ADAPTERS = "adapters are not run: merge them into the model first"
 _DRAFTS = "drafts are speculate='ngram' or another mode, with gamma="

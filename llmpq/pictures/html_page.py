@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from llmpq.file_form import replace_text
+from llmpq.file_form import save_text
 from llmpq.pictures.charts import Chart
 from llmpq.version import __version__
 
@@ -118,8 +118,8 @@ class Picture:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the page as a file."""
-        replace_text(Path(path), self.page)
+        """Write the page as a file, creating its folder."""
+        save_text(path, self.page)
 
 
 def table(

@@ -194,8 +194,14 @@ def test_notebooks_show_the_same() -> None:
 
 
 def test_a_picture_is_saved(tmp_path: Path) -> None:
-    Picture(timeline_page(a_report())).save(tmp_path / "timeline.html")
-    assert "<h1>demo on box: a run</h1>" in (tmp_path / "timeline.html").read_text()
+    path = tmp_path / "pages" / "timeline.html"
+    picture = Picture(timeline_page(a_report()))
+    picture.save(path)
+    assert "<h1>demo on box: a run</h1>" in path.read_text()
+    with pytest.raises(ValueError, match="cannot write '.*': it is a directory"):
+        picture.save(tmp_path)
+    with pytest.raises(ValueError, match="cannot write '.*/x.html': '.*' is not a directory"):
+        picture.save(path / "x.html")
 
 
 @needs_browser
