@@ -24,7 +24,7 @@ from llmpq.errors import LlmpqError, nearest
 _COMMAND = re.compile(r"((?:llmpq-\w+|ray start|hf \w+|pip install)\b[^;:,()]*)")
 _FLAG = re.compile(
     r"(?<![\w-])--(?P<no>no-)?(?P<name>[a-z][\w-]*)"
-    r"(?:[ =](?P<value>[A-Z0-9][\w:.,+=-]*|auto\b|off\b|exact\b))?"
+    r"(?:[ =](?P<value>[A-Z0-9][\w:.,+=-]*|auto\b|off\b|exact\b|vllm\b))?"
 )
 COMMAND_OF = {"LLM": "llmpq-dist run", "make_plan": "llmpq-algo"}
 """The command that has what an argument does not say."""
@@ -49,6 +49,8 @@ def in_python(text: str, arguments: Collection[str], called: str) -> str:
         if name not in arguments:
             return f"{COMMAND_OF[called]} {found[0]}"
         value = "False" if found["no"] else found["value"]
+        if value is not None and value.isalpha() and value.islower():
+            value = repr(value)
         return name if value is None else f"{name}={value}"
 
     parts = _COMMAND.split(text)  # what is in the brackets has odd places

@@ -20,10 +20,7 @@ from llmpq.model_spec import ModelSpec
 NAME = "generation_config.json"
 AUTO, IGNORED = "auto", "vllm"
 """The model's own file; none, which has vLLM's word for it."""
-IGNORE = (
-    f"correct it, or ignore the file: --generation-config {IGNORED} "
-    f"(in Python generation_config='{IGNORED}')"
-)
+IGNORE = f"correct it, or ignore the file: --generation-config {IGNORED}"
 _SAMPLING = {
     "temperature": "temperature",
     "top_p": "top_p",

@@ -25,7 +25,9 @@ def tokenizer_of_merges(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        made = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        made = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except ValueError:
         raise ValueError(
             f"{' and '.join(MERGES)} are there, but no class of tokenizers that is made of them is "

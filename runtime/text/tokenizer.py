@@ -376,6 +376,19 @@ def _is_plain(directory: Path) -> bool:
     return config.get("model_type") in PLAIN_TYPES
 
 
+def _own_code(directory: Path) -> str | None:
+    """Say that a tokenizer that cannot be read is one of the model's own code; None for another."""
+    settings = directory / SETTINGS
+    given = read_json(settings) if settings.is_file() else None
+    if not isinstance(given, dict) or "auto_map" not in given:
+        return None
+    return (
+        f"'{settings}': the tokenizer's class is code of the model's own (auto_map), and llmpq "
+        f"runs no such code; where {TOKENIZER} is all of it, take auto_map out and set "
+        "tokenizer_class to PreTrainedTokenizerFast"
+    )
+
+
 def _loaded(directory: Path) -> Any:
     if is_gguf(directory):
         return tokenizer_of(open_gguf(directory))
@@ -398,13 +411,16 @@ def _loaded(directory: Path) -> Any:
             return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # the tokenizers library raises bare Exception, KeyError and more
         lists = [TOKENIZER] if (directory / TOKENIZER).exists() else list(MERGES)
         read = lists + [SETTINGS] * (directory / SETTINGS).exists()
         pointer = next(filter(None, (lfs_pointer(directory / name) for name in read)), None)
         raise ValueError(
             pointer
+            or _own_code(directory)
             or f"the tokenizer of '{directory}' ({', '.join(read)}) cannot be read "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); copy them from the "
             "model again"

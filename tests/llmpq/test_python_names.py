@@ -20,6 +20,7 @@ pytestmark = pytest.mark.pure
         ("--gamma must be between 1 and 8", "gamma must be"),
         ("plan with --kv 16", "plan with kv_cache_dtype=16"),
         ("re-plan with llmpq-algo --kv 8; drop --kv", "llmpq-algo --kv 8; drop kv_cache_dtype"),
+        ("ignore it: --layer-cache vllm", "ignore it: layer_cache='vllm'"),
         ("with --no-stages-apart", "with stages_apart=False"),
         ("or give --copy-weights", "or give llmpq-dist run --copy-weights"),
         ("ray start --address A:1 there) and --ray-address A:1", "--address A:1 there) and ray_ad"),

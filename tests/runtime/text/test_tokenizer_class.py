@@ -32,6 +32,31 @@ def test_a_class_is_that_of_transformers(demo_model: Path, tmp_path: Path, kind,
     assert ours._inner.init_kwargs == theirs.init_kwargs
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_tokenizer_of_own_code_is_refused_without_a_question(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """Transformers asks whether to run it, where it is not told."""
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    if whole:
+        shutil.copy(demo_model / "tokenizer.json", tmp_path)
+    else:
+        (tmp_path / "vocab.json").write_text("{}")
+        (tmp_path / "merges.txt").write_text("")
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...\n")
+    settings = json.loads((demo_model / "tokenizer_config.json").read_text())
+    theirs = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | theirs))
+    with pytest.raises(ValueError, match="code of the model's own .*, and llmpq runs no such code"):
+        Tokenizer(tmp_path)
+    assert not asked and not (tmp_path / "ran").exists()
+    if whole:  # what the error says to do
+        plain = settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(plain))
+        assert Tokenizer(tmp_path).encode(TEXT) == Tokenizer(demo_model).encode(TEXT)
+
+
 def test_a_directory_of_a_tokenizer_alone_is_read(demo_model: Path, tmp_path: Path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo_model / name, tmp_path)
