@@ -56,7 +56,7 @@ from llmpq.planner.problem.stored_precisions import (
 )
 from llmpq.precision import K_PADDING, WEIGHT_ONLY, KVPrecision, Precision, default_outliers
 from llmpq.sensitivity import Sensitivity
-from llmpq.workload import Workload
+from llmpq.workload import Dtype, Workload
 
 GENERIC_NOTE = (
     "the quality loss is a guess, by the generic indicator: the variance of rounding, equal for "
@@ -209,8 +209,8 @@ def make_problem(
         request = replace(request, context=min(usual_context, spec.max_positions))
     request = _with_prompt_of_context(request)
     limits.check_job(request.batch, request.prompt_len, request.gen_len)
-    workload = _workload(request, cluster, spec)
     profile, remarks = _measured(request, cluster, spec)
+    workload = _workload(request, cluster, spec, profile)
     omega = _omega_path(request, cluster, spec)
     sensitivity = read_omega(omega, spec) if omega else None
     too_long = positions_note(spec, workload, names_context=request.context is not None)
@@ -328,11 +328,15 @@ def _tokenizer_lack(path: str | None) -> list[str]:
     return []
 
 
-def _workload(request: PlanRequest, cluster: Cluster, spec: ModelSpec) -> Workload:
-    """Return the job."""
-    dtype = request.dtype
+def _workload(
+    request: PlanRequest, cluster: Cluster, spec: ModelSpec, measured: CostModel | None
+) -> Workload:
+    """Return the job, in the dtype in which times were measured where none is named."""
+    dtype, timed = request.dtype, set[Dtype]()
+    if request.costs is not None and measured is not None:
+        timed = {entry.dtype for entry in measured.entries}
     if dtype == "auto":
-        dtype = default_dtype(spec, cluster)
+        dtype = timed.pop() if len(timed) == 1 else default_dtype(spec, cluster)
     require_dtype(cluster, dtype)
     return Workload(
         batch=request.batch,

@@ -109,6 +109,7 @@ def _write_config(path: Path, described: Mapping[str, Any]) -> None:
 def _planned(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> tuple[Plan, str]:
     """Plan a directory; return the plan and what stderr said."""
     out = path / "plan.json"
+    words = ("--engines", "1", *words)
     code, _, err = _run(capsys, *CLUSTER, *JOB, "--model", str(path), "-o", str(out), *words)
     assert code == 0, err
     return Plan.load(out), err

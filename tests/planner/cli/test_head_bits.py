@@ -22,7 +22,8 @@ def planned(folder: Path, bits: int, model: str, devices: str) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "model, devices", [("llama-3.1-8b", "3060"), ("llama-3.2-1b", "3060,3060"), ("qwen3-8b", "cpu")]
+    "model, devices",
+    [("llama-3.1-8b", "3060"), ("llama-3.2-1b", "3060,3060"), ("qwen3-8b", "cpu=64GB+16threads")],
 )
 def test_it_is_read_in_half_the_time_and_held_in_half_the_bytes(tmp_path, model, devices):
     wide, narrow = (planned(tmp_path, bits, model, devices) for bits in (16, 8))

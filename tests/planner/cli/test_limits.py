@@ -60,7 +60,7 @@ NUMBERS = {
     "--decode-microbatch 0": "--decode-microbatch must be between 1 and the batch of 4, got 0",
     f"--device-numbers {HUGE} 1": "--device-numbers: T4 must be between 1 and 1,000, got " + HUGE,
     "--device-numbers 0 1": "--device-numbers: T4 must be between 1 and 1,000, got 0",
-    "--costs=": "'' is a directory, expected a JSON file",
+    "--costs=": "the name of a JSON file is empty",
     "--output=": "--output is empty, expected a file's name; give one or leave it out",
     "--pareto -o README.md/plan.json": "cannot write 'README.md/plan.json': 'README.md' is not a "
     "directory",
@@ -251,3 +251,22 @@ def test_a_profile_in_which_layers_take_no_time(
     code, _, err = _run(capsys, *words, *JOB, "--costs", str(path))
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(f"llmpq-algo: '{path}': a w16a16 layer takes no time in decode on H200, ")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_plan_is_in_the_dtype_in_which_its_costs_were_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, dtype: str
+) -> None:
+    """Where none is named: in another one these times would not be used."""
+    data = json.loads((ROOT / "benchmarks" / "data" / "h200-opt-30b.costs.json").read_text())
+    for entry in data["entries"]:
+        entry["dtype"] = dtype
+    path, out = tmp_path / "costs.json", tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    words = ["--cluster", str(ROOT / "clusters" / "h200x2.yaml"), "--model", "opt-30b", "-o", out]
+    words += ["--bits", "16", "--engines", "1", "--costs", path]
+    code, text, err = _run(capsys, *map(str, words), *JOB)
+    assert code == 0, err
+    assert Plan.load(out).workload.dtype == dtype and "not profiled" not in text
+    code, _, _ = _run(capsys, *map(str, words), *JOB, "--dtype", "float16")
+    assert code == 0 and Plan.load(out).workload.dtype == "float16"

@@ -117,7 +117,7 @@ def test_a_full_disk_names_the_samples(tmp_path: Path) -> None:
 
 
 def test_kv_that_no_pool_of_a_gpu_keeps_is_not_timed(tmp_path: Path) -> None:
-    cluster = Cluster.from_counts(["T4"], [1])
+    cluster = Cluster.from_counts(["RTX-3060"], [1])
     words = f"--cluster none.yaml --kv kv16,kv4 -o {tmp_path / 'c.json'} --model "
     request = run_parser().read_as(ProfileRequest, [*words.split(), "deepseek-v2-lite"])
     in_float32 = replace(request, dtype="float32")

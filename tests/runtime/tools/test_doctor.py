@@ -164,8 +164,10 @@ def test_the_table_of_products_is_that_of_the_devices_here():
     ]
     kernels = [{line["kernel"] for line in device["lines"]} for device in found]
     assert {"gemv", "wgmma_gemm", "fp8_wgmma"} <= kernels[0]
-    assert "native" in kernels[1] and kernels[2] <= {"dequantize", "dequantize_torch", "torch",
-                                                     "int8_gemm", "reference"}  # fmt: skip
+    assert "native" in kernels[1] and kernels[2] == {
+        "cuda_gemv", "cuda_dequantize", "dequantize", "dequantize_torch", "torch", "int8_gemm",
+        "reference",
+    }  # fmt: skip
     (four_bits,) = [line for line in found[0]["summary"] if line["weight"].startswith("3, 4, 8")]
     assert "1-8 gemv *" in four_bits["kernels"] and "33+ wgmma_gemm *" in four_bits["kernels"]
 
