@@ -24,7 +24,12 @@ from llmpq.checkpoints.gguf_tokenizer import require_tokenizer
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs
-from llmpq.default_dtype import default_dtype, dtype_note, require_dtype
+from llmpq.default_dtype import (
+    default_dtype,
+    dtype_note,
+    require_dtype,
+    without_bfloat16,
+)
 from llmpq.devices.cpu_rates import CpuRates
 from llmpq.devices.joined_devices import crowded_notes, joined
 from llmpq.devices.this_machine import assumed, is_this_machine
@@ -328,15 +333,23 @@ def _tokenizer_lack(path: str | None) -> list[str]:
     return []
 
 
+def _dtype_of(measured: CostModel) -> Dtype | None:
+    """Return the dtype that all times are of, None where they are of several."""
+    dtypes = {entry.dtype for entry in measured.entries}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
 def _workload(
     request: PlanRequest, cluster: Cluster, spec: ModelSpec, measured: CostModel | None
 ) -> Workload:
     """Return the job, in the dtype in which times were measured where none is named."""
-    dtype, timed = request.dtype, set[Dtype]()
-    if request.costs is not None and measured is not None:
-        timed = {entry.dtype for entry in measured.entries}
+    dtype = request.dtype
     if dtype == "auto":
-        dtype = timed.pop() if len(timed) == 1 else default_dtype(spec, cluster)
+        timed = None if request.costs is None or measured is None else _dtype_of(measured)
+        no_bfloat16 = timed == "bfloat16" and without_bfloat16(cluster)
+        if no_bfloat16 or (timed == "float16" and spec.overflows_float16):
+            timed = None
+        dtype = timed or default_dtype(spec, cluster)
     require_dtype(cluster, dtype)
     return Workload(
         batch=request.batch,

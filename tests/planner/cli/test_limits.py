@@ -270,3 +270,15 @@ def test_a_plan_is_in_the_dtype_in_which_its_costs_were_measured(
     assert Plan.load(out).workload.dtype == dtype and "not profiled" not in text
     code, _, _ = _run(capsys, *map(str, words), *JOB, "--dtype", "float16")
     assert code == 0 and Plan.load(out).workload.dtype == "float16"
+
+
+def test_a_card_that_lacks_the_measured_dtype_decides(tmp_path: Path) -> None:
+    costs = ROOT / "benchmarks" / "data" / "h200-opt-30b.costs.json"
+    data = json.loads(costs.read_text())
+    for entry in data["entries"]:
+        entry["dtype"] = "bfloat16"
+    path, out = tmp_path / "costs.json", tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    words = ["--devices", "t4:8", "--model", "opt-30b", "--bits", "16", "--engines", "1"]
+    assert main([*words, *JOB, "--costs", str(path), "-o", str(out)]) == 0
+    assert Plan.load(out).workload.dtype == "float16"
