@@ -1,4 +1,4 @@
-"""What a server costs while nobody asks, and how late the first token is after such a time.
+"""What an idle server costs, and how late its first token is after such a time.
 
     python benchmarks/idle_server.py [--idle 60] [--times 3] [--backend processes ray] [--rows FILE]
 

@@ -37,7 +37,7 @@ from lib.rows import write_row
 from llmpq.runtime import control_socket
 
 MARK = "LLMPQ_INTERRUPTED"
-"""Variable by which the processes of one command are found, whoever their parent is by then."""
+"""Variable by which the processes of one command are found, whatever their parent is by then."""
 LIMIT_S = 60.0
 LEFT_S = 10.0
 """How long what a command has started may be there after it: children end with its pipes."""
@@ -301,7 +301,7 @@ def kill_stages(
 def change_devices(
     process: subprocess.Popen[bytes], over: threading.Event, rng: random.Random
 ) -> None:
-    """Drain a device of a command and add it again, as often as it takes wishes."""
+    """Drain a device of a command and add it again, for as long as it takes requests."""
     path = control_socket.folder() / f"{process.pid}.sock"
 
     def change() -> None:

@@ -2,8 +2,8 @@
 
 A run has one to three stages and steps of 1, 64 or an odd number of tokens over a pool that may be
 too small for its requests. Some of them share a prefix, which is found again; some are preempted at
-any step, one is aborted; drafts come from the text, from whoever knows the answer but for some of
-its tokens, or from the model's own head (MTP). Whatever was drawn, greedy tokens are those of
+any step, one is aborted; drafts come from the text, from the known answer with some of its tokens
+changed, or from the model's own head (MTP). Whatever was drawn, greedy tokens are those of
 Transformers, and log-probabilities within `TOLERANCE` of its.
 """
 
