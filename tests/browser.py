@@ -90,7 +90,8 @@ class Browser:
         """Return the names of what has a role, as a screen reader gets them."""
         nodes = self._tool("Accessibility.getFullAXTree")["nodes"]
         shown = [node for node in nodes if not node["ignored"] and node["role"]["value"] == role]
-        return [str(node.get("name", {}).get("value", "")) for node in shown]
+        # Some Chromium builds keep the space between a label's text and the field inside it.
+        return [str(node.get("name", {}).get("value", "")).strip() for node in shown]
 
     def faults(self) -> list[str]:
         """Return what axe-core finds that keeps people out: serious and critical faults."""
