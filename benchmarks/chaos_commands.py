@@ -229,7 +229,8 @@ def planned(given: argparse.Namespace, path: Path) -> Plan:
     """Return the planner's plan over the three stages for the trace's lengths."""
     words = ["--model", str(DEMO), "--cluster", str(Path(__file__).with_name("chaos.yaml"))]
     words += ["--costs", str(given.costs), "--bits", "16", "--dtype", "float32"]
-    words += ["--batch", "16", "--s", "512", "--n", "256", "-o", str(path)]
+    # So many requests have room beside the weights.
+    words += ["--batch", "6", "--s", "512", "--n", "256", "--engines", "1", "-o", str(path)]
     if plan_main(words):
         sys.exit("there is no plan")
     plan = read_plan(path)

@@ -201,6 +201,13 @@ class Engines:
         assert output.engine is not None
         return self.llms[output.engine].plan
 
+    def begun(self, prompt: PreparedPrompt) -> tuple[int, Sequence[int]]:
+        """Return which engine answers a prompt, and the tokens of its first answer so far."""
+        for number, llm in enumerate(self.llms):
+            if number not in self._lost and (tokens := llm.begun(prompt)[1]):
+                return number, tokens
+        return 0, ()
+
     def progress_of(
         self, prompts: Sequence[PreparedPrompt], num_rows: int, *, quiet: bool = False
     ) -> ProgressReporter:
@@ -518,8 +525,8 @@ class _Dealer:
 
     def _tokens_left(self, row: _Row) -> int:
         request = row.prompt.requests[0]
-        known = self._llms[row.engine].engine_thread.num_tokens(request.id)
-        return max(1, request.max_new - known)
+        known = self._llms[row.engine].engine_thread.tokens_of(request.id)
+        return max(1, request.max_new - len(known))
 
     def _lose(self, number: int, error: BaseException) -> None:
         """Give up an engine: what it had is begun anew by others; the last one's loss is raised."""

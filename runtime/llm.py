@@ -671,6 +671,10 @@ class LLM:
             for prompt in prompts:
                 self._names.end(prompt.named)
 
+    def begun(self, prompt: PreparedPrompt) -> tuple[int, Sequence[int]]:
+        """Return 0, which is the engine, and the tokens of a prompt's first answer so far."""
+        return 0, self._engine.tokens_of(prompt.requests[0].id)
+
     async def stream(
         self,
         prompt: Prompt,

@@ -43,11 +43,13 @@ class CompletionOutput:
     """From submission to its first step."""
     num_preemptions: int = 0
     """How often its keys and values were given up for others and computed again."""
+    num_before: int = 0
+    """Tokens that it went on from: an earlier run's (`llmpq-dist run --resume`)."""
 
     @property
     def per_token_s(self) -> float | None:
         """The mean time of a token after the first; None for an answer of less than two."""
-        later = len(self.token_ids) - 1
+        later = len(self.token_ids) - self.num_before - 1
         return (self.total_s - self.first_token_s) / later if later > 0 else None
 
     @property

@@ -42,11 +42,13 @@ from llmpq.runtime.report.job_report import (
     without_timeline,
     write_report,
 )
+from llmpq.runtime.request import Progress
 from llmpq.runtime.request_output import NO_ROOM, RequestOutput
 from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows, require_no_answers
 from llmpq.runtime.text.batch_rows import BatchRow, answer_line, error_line
 from llmpq.runtime.text.made_with import made_by, made_with, replaced
 from llmpq.runtime.text.request_factory import PreparedPrompt
+from llmpq.runtime.text.token_journal import TokenJournal, begun_answers
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.topology import Topology
 
@@ -68,6 +70,8 @@ class Job:
     """Of the rows to answer, by index."""
     errors: dict[int, str]
     """Row index -> why it cannot be a request, or was failed as one."""
+    begun: Mapping[int, Sequence[int]]
+    """Tokens that an earlier run left of answers, by index."""
     made_with: MadeWith
     """What a row's answer is made with: its line says it."""
 
@@ -245,8 +249,11 @@ def _job(
     """Turn rows into prompts; one that there is no room for becomes an error."""
     made = MadeWith(llm.plan, model_dir)
     done = finished_lines(options.output, rows, made.any_of) if options.resume else {}
+    left = begun_answers(options.output, rows, made.any_of, done) if options.resume else {}
     prompts, errors = prepare_rows(rows, llm, tokenizer, skip=done)
-    return Job(rows=rows, done=done, prompts=prompts, errors=errors, made_with=made)
+    begun = {index: tokens for index, tokens in left.items() if index in prompts}
+    prompts |= {index: prompts[index].going_on(tokens) for index, tokens in begun.items()}
+    return Job(rows=rows, done=done, prompts=prompts, errors=errors, begun=begun, made_with=made)
 
 
 def prepare_rows(
@@ -289,14 +296,21 @@ def _run(job: Job, options: RunOptions, llm: LLM | Engines, writer: OrderedWrite
         _log.info("stage %d: %s (%s: %s), pid %d", index, named, place.host, where, place.pid)
     outputs: list[RequestOutput] = []
     rows, prompts = [job.rows[index] for index in job.prompts], list(job.prompts.values())
+    journal = TokenJournal(options.output, job.rows, partial(_made_by, job, llm), job.begun)
+    journal.begin()
+    under_way = dict(job.prompts)
+
+    def on_progress(progress: Progress) -> None:
+        shown.update(progress, writer.num_finished)
+        journal.take(lambda: [(i, *llm.begun(prompt)) for i, prompt in under_way.items()])
+
     with ExitStack() as stack:
         if isinstance(llm, LLM):
             stack.enter_context(answering(llm))
         shown = stack.enter_context(llm.progress_of(prompts, len(job.rows), quiet=options.json))
-        for index, output in llm.as_completed(
-            prompts, on_progress=lambda progress: shown.update(progress, writer.num_finished)
-        ):
+        for index, output in llm.as_completed(prompts, on_progress=on_progress):
             row = rows[index]
+            del under_way[row.index]
             shown.end(output, prompts[index].most_tokens)
             if output.failure is not None:
                 job.errors[row.index] = output.failure
@@ -306,6 +320,7 @@ def _run(job: Job, options: RunOptions, llm: LLM | Engines, writer: OrderedWrite
             plan = llm.plan_of(output)
             line = answer_line(row, output, plan.model.name, job.made_with(row, plan))
             writer.write(row.index, line if output.engine is None else _named(line, output))
+    journal.end()
     cut = sum(output.outputs[0].stop_reason == NO_ROOM for output in outputs)
     if cut:
         _log.warning(
@@ -322,6 +337,12 @@ def _run(job: Job, options: RunOptions, llm: LLM | Engines, writer: OrderedWrite
         plain = [output for _, output in llm.as_completed(undrafted)]
         report["speculation"]["plain"] = plain_comparison(outputs, plain)
     return report
+
+
+def _made_by(job: Job, llm: LLM | Engines, row: BatchRow, engine: int) -> Mapping[str, Any]:
+    """Return what the answer to a row that has not ended is made with, by one of the engines."""
+    plan = llm.plan if isinstance(llm, LLM) else llm.llms[engine].plan
+    return job.made_with(row, plan)
 
 
 def _named(line: dict[str, Any], output: RequestOutput) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def run_parser() -> CommandParser:
         "--resume",
         daily=True,
         action="store_true",
-        help="run only the rows that --output has not finished",
+        help="run only the rows that --output has not finished; answers go on where they were",
     )
     overwrite = "replace what --output has"
     job.flag("--overwrite", daily=True, action="store_true", help=overwrite)

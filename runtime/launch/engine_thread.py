@@ -81,7 +81,10 @@ class EngineThread:
         now_s, recorded = time.perf_counter(), self._starter is not None
         records = [
             RequestRecord(
-                request=replace(request, recorded=recorded), listener=listener, submitted_s=now_s
+                request=replace(request, recorded=recorded),
+                listener=listener,
+                submitted_s=now_s,
+                tokens=list(request.output),
             )
             for own, listener in asked
             for request in own
@@ -108,10 +111,10 @@ class EngineThread:
                     raise
         return record
 
-    def num_tokens(self, request_id: int) -> int:
-        """Return how many tokens of a request are known to have come; 0 where it has ended."""
+    def tokens_of(self, request_id: int) -> Sequence[int]:
+        """Return the tokens of a request that are known to have come; none where it has ended."""
         record = self._records.get(request_id)
-        return 0 if record is None else len(record.tokens)
+        return () if record is None else record.tokens
 
     def adopt(self, record: RequestRecord) -> None:
         """Go on with a request that another engine gave back, for the same listener."""

@@ -74,7 +74,7 @@ class JobResult:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens of all answers."""
+        """Tokens of all answers, without those that they went on from."""
         return _num_tokens(self.finished)
 
 
@@ -87,7 +87,7 @@ def _wall_s(finished: Sequence[CompletionOutput]) -> float:
 
 
 def _num_tokens(finished: Sequence[CompletionOutput]) -> int:
-    return sum(len(request.token_ids) for request in finished)
+    return sum(len(request.token_ids) - request.num_before for request in finished)
 
 
 class JobReport(dict[str, Any]):

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from llmpq.commands.output_paths import cannot_write
 from llmpq.runtime.text.batch_rows import (
@@ -97,10 +97,10 @@ def require_no_answers(path: str | Path) -> None:
         )
 
 
-def beside(path: str | Path) -> Path:
-    """Return the file of the rows that wait for one ahead of them."""
+def beside(path: str | Path, what: Literal["held", "begun"] = "held") -> Path:
+    """Return the file of the rows that wait for one ahead of them, or of answers begun."""
     resolved = Path(path).resolve()
-    return resolved.with_name(f"{resolved.name}.held")
+    return resolved.with_name(f"{resolved.name}.{what}")
 
 
 def _lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
@@ -162,12 +162,12 @@ def finished_lines(
                 "same -i as before, or another -o"
             )
         if made is not None and MADE_WITH in data:
-            _require_alike(path, index, data[MADE_WITH], made(row))
+            require_alike(path, index, data[MADE_WITH], made(row))
         done[index] = data
     return done
 
 
-def _require_alike(
+def require_alike(
     path: str | Path, index: int, found: Mapping[str, Any], wanted: Sequence[Mapping[str, Any]]
 ) -> None:
     """Refuse an answer that none of this run's engines would have made so."""

@@ -69,6 +69,14 @@ class PreparedPrompt:
         """Tokens that its answers may have together."""
         return sum(request.max_new for request in self.requests)
 
+    def going_on(self, tokens: Sequence[int]) -> PreparedPrompt:
+        """Return the prompt with tokens of its one answer; the last of them is computed again.
+
+        Whether an answer ends with a token is decided when the token comes.
+        """
+        (request,) = self.requests
+        return replace(self, requests=(replace(request, output=list(tokens[:-1])),))
+
     def without_drafts(self) -> PreparedPrompt:
         """Return the prompt to be decoded plainly, whatever the engine's drafter wants."""
         plain = [replace(request, may_draft=False) for request in self.requests]
@@ -243,6 +251,7 @@ class RequestFactory:
             total_s=finished.total_s,
             queue_s=finished.queue_s,
             num_preemptions=finished.num_preemptions,
+            num_before=len(ask.requests[index].output),
             logprobs=self.logprobs(noted.output[: len(tokens)]) if wanted else None,
             stop_reason=self.stop_reason(ask, finished, text),
         )

@@ -96,9 +96,9 @@ class _Engine:
                     return record
         return None
 
-    def num_tokens(self, number: int) -> int:
+    def tokens_of(self, number: int) -> Sequence[int]:
         known = [*self.waiting, *self.running]
-        return next((len(r.tokens) for r in known if r.request.id == number), 0)
+        return next((r.tokens for r in known if r.request.id == number), ())
 
     def abort(self, numbers: Sequence[int]) -> None:
         for number in numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -145,7 +146,7 @@ class PoolPlan:
             max_positions=self.spec.max_positions,
             step_tokens=self._step_tokens,
             mixed_tokens=self._mixed_tokens,
-            fill_tokens=self._fill_tokens,
+            fill_tokens=0.0 if self.options.offline else self._filling_tokens,
             prompt_tokens=self._prompt_tokens,
             decode_rows=min(plan.decode_microbatch, size.slots),
             num_stages=len(plan.stages),
@@ -177,6 +178,10 @@ class PoolPlan:
     def _step_tokens(self) -> int:
         """Return the tokens of a step: of a job known beforehand, the plan's chunks together.
 
+        No fewer than a chunk; of several stages whose times are known, than fill a step behind its
+        decoding rows: in larger steps than planned the stages would wait for each other, on two
+        CPUs for 5 to 9 % of a job.
+
         Steps of live prompts alone have as many as every stage computes before it is long for a
         first token, and no more than the plan counts memory for.
         """
@@ -184,6 +189,9 @@ class PoolPlan:
             return self.options.max_num_batched_tokens
         if self.options.offline:
             least = min(CHUNK_TOKENS, self.plan.prefill_chunk or CHUNK_TOKENS)
+            if len(self.plan.stages) > 1 and self._filling_tokens:
+                filling = max(LEAST_TOKENS, math.ceil(self._filling_tokens))
+                least = min(least, self.plan.decode_microbatch + filling)
             return max(least, self.plan.prefill_step_tokens)
         if self.plan.traffic is not None:
             return self._live_tokens
@@ -196,13 +204,13 @@ class PoolPlan:
         return None if whole else self._live_tokens
 
     @property
-    def _fill_tokens(self) -> float:
+    def _filling_tokens(self) -> float:
         """Return the tokens of prompts that take the slowest stage as long as a step of decoding.
 
         As short as that a step of prompts is no quicker; 0 where it is not known.
         """
         stages = [stage for stage in self.plan.stages if stage.decode_s and self._token_s(stage)]
-        if self.options.offline or len(stages) < len(self.plan.stages):
+        if len(stages) < len(self.plan.stages):
             return 0.0
         slowest = max(stages, key=self._token_s)
         return (slowest.decode_s or 0.0) / self._token_s(slowest)

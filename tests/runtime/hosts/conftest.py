@@ -194,11 +194,13 @@ class Bed:
             self._stack.callback(host.close)
             self.hosts.append(host)
             self._plug(host, index)
+        self.head = self.hosts[0]
+        """Whose Ray node the others join."""
 
     @property
     def address(self) -> str:
         """Where Ray is."""
-        return f"{self.hosts[0].address}:{PORT}"
+        return f"{self.head.address}:{PORT}"
 
     def switch(self, *words: object) -> None:
         """Run `ip` in the switch's network."""
@@ -231,12 +233,12 @@ class Bed:
         """Return how `ray start` leaves the machine to others: no programs that nobody asks."""
         small = ["--num-cpus=1", "--object-store-memory=80000000", "--include-log-monitor=false"]
         head = ["--include-dashboard=false", "--no-monitor"]
-        return small + (head if host is self.hosts[0] else [])
+        return small + (head if host is self.head else [])
 
     def start_ray(self, host: Host, *words: object) -> None:
-        """Start a Ray node; the first host's is the head, and its token goes to the others."""
+        """Start a Ray node; the head's comes first, and its token goes to the others."""
         common = (*self.small(host), *words)
-        head, token = self.hosts[0], Path(".ray/auth_token")
+        head, token = self.head, Path(".ray/auth_token")
         if host is head:
             if not (head.home / token).exists():
                 host.ray("get-auth-token", "--generate")

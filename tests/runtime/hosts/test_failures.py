@@ -77,12 +77,12 @@ def answers(folder: Path) -> list:
 
 
 class Run:
-    """A run on the first host that has begun to answer."""
+    """A run on the head's host that has begun to answer."""
 
     def __init__(self, bed, folder: Path, *words: object, job: tuple[str, ...] = JOB) -> None:
         command = (sys.executable, "-m", "llmpq.runtime", *job, "--ray-address", bed.address)
         self._folder = folder
-        self._process = bed.hosts[0].start(*command, *words, folder=folder)
+        self._process = bed.head.start(*command, *words, folder=folder)
 
     def answering(self) -> Run:
         """Wait for the first answers."""
@@ -225,3 +225,35 @@ def test_a_head_that_is_killed_is_named(bed, make_folder, expected, num_hosts):
         host.end_all()
         bed.start_ray(host)
     require_resumed(bed, folder, expected)
+
+
+@lost
+def test_the_heads_host_is_lost_and_another_one_goes_on(bed, make_folder, expected):
+    """The output and what is beside it are the driver's journal: on a disk that others see."""
+    folder, lost_host = make_folder(2, LONG * ROWS), bed.hosts[0]
+    Run(bed, folder).answering()
+    lost_host.end_all()
+    require_nothing_left(bed)
+    kept = answers(folder)
+    assert kept
+    # The plan's node hosta is a name; its host is another one now.
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["nodes"] = [{"name": "hosta", "host": "hostc"}, {"name": "hostb", "host": "hostb"}]
+    (folder / "plan.json").write_text(json.dumps(plan))
+    for host in bed.hosts[1:]:
+        host.end_all()
+    bed.head = bed.hosts[2]
+    try:
+        for host in (bed.hosts[2], bed.hosts[1]):
+            bed.start_ray(host)
+        code, said = Run(bed, folder, "--resume").end()
+        assert code == 0, said
+        given = answers(folder)
+        assert given == expected * LONG and given[: len(kept)] == kept
+        require_nothing_left(bed)
+    finally:
+        for host in bed.hosts:
+            host.end_all()
+        bed.head = lost_host
+        for host in bed.hosts:
+            bed.start_ray(host)

@@ -64,6 +64,21 @@ def test_a_job_runs_the_chunks_that_its_plan_states():
     assert (limits.step_tokens, limits.row_tokens) == (300, 300)
 
 
+def test_a_job_over_several_stages_runs_steps_as_large_as_planned():
+    """400 tokens of two prompts; no fewer than what fills a step behind its decoding rows."""
+
+    def tokens(times, **settings):
+        return limits_of(times, offline=True, **settings).step_tokens
+
+    assert tokens([(0.4, 0.01), (0.2, 0.01)]) == 400
+    assert tokens([(0.4, 0.01)]) == CHUNK_TOKENS  # nothing waits for a single stage
+    assert tokens([(0.4, 0.01), (None, None)]) == CHUNK_TOKENS  # times are not known
+    few = {"prompt_len": 8}  # 16 tokens of two prompts in 0.4 s
+    assert tokens([(0.4, 0.01), (0.4, 0.01)], **few) == 1 + LEAST_TOKENS
+    assert tokens([(0.4, 2.0), (0.4, 2.0)], **few) == 1 + 80
+    assert tokens([(0.4, 40.0), (0.4, 40.0)], **few) == CHUNK_TOKENS
+
+
 def test_quick_devices_take_as_many_as_there_are():
     assert step_tokens([(0.01, 0.004)]) == CHUNK_TOKENS
     assert step_tokens([(None, None)]) == CHUNK_TOKENS
