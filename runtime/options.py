@@ -43,6 +43,7 @@ _SWITCHES = (
 )
 _TEXTS = (
     "revision",
+    "quantization",
     "costs",
     "generation_config",
     "layer_cache",
@@ -51,6 +52,8 @@ _TEXTS = (
     "network_interface",
     "trace",
 )
+OWN_FORMATS, QUANTISED_FORMATS = ("safetensors", "hf"), ("gguf", "bitsandbytes")
+"""Values of vLLM's `load_format` that ask for what a checkpoint is anyway; the latter must be."""
 PLANNING = ("prefer", "profile", "dtype", "max_num_seqs", "head_bits", "tensor_parallel_size")
 """Fields that only matter where the plan is made here: a given plan states them."""
 STATED = ("dtype", "head_bits", "tensor_parallel_size")
@@ -115,6 +118,9 @@ class EngineOptions:
 
     revision: str | None = None
     """Branch, tag or commit of a model of Hugging Face's hub (default: main)."""
+    quantization: str | None = None
+    """Refuse a model whose files are not quantised with this, such as awq, gptq or fp8 (default:
+    run the form they have)."""
     cluster: Cluster | str | Path | None = None
     """Cluster file: its devices are planned for; with a plan, the plan must be made for it."""
     prefer: Prefer | None = None
@@ -219,6 +225,7 @@ class EngineOptions:
                 f"'load=3600,step=60', got {self.deadlines!r:.60}"
             )
         object.__setattr__(self, "dtype", full_dtype(str(self.dtype)))
+        self._read_load_format()
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -263,6 +270,14 @@ class EngineOptions:
             raise ValueError(
                 f"ray_address has no effect with backend='{self.backend}': leave one out"
             )
+
+    def _read_load_format(self) -> None:
+        """Take vLLM's names of a checkpoint's own form, which is found in its files."""
+        if self.load_format not in (*OWN_FORMATS, *QUANTISED_FORMATS):
+            return
+        if self.load_format in QUANTISED_FORMATS and self.quantization is None:
+            object.__setattr__(self, "quantization", self.load_format)
+        object.__setattr__(self, "load_format", AUTO)
 
     @property
     def draft_mode(self) -> SpeculationMode | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import absolute, at_revision, local_model
-from llmpq.checkpoints.quantization_config import quantization_of
+from llmpq.checkpoints.quantization_config import quantization_of, require_method
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.checkpoints.stored_head import has_mtp_head
 from llmpq.cluster import Cluster
@@ -146,9 +146,13 @@ def read_model(model: str | Path, options: EngineOptions) -> tuple[Path, ModelSp
     """Return where a model is and what it is; random weights need no more than a built-in name."""
     random, name = options.load_format != "auto", str(model)
     if random and not is_model(model) and ("/" not in name or builtin_name(name) is not None):
-        return Path(name), ModelSpec.by_name(name)
-    directory = local_model(at_revision(model, options.revision), config_only=random)
-    return directory, ModelSpec.from_directory(directory)
+        directory, spec = Path(name), ModelSpec.by_name(name)
+    else:
+        directory = local_model(at_revision(model, options.revision), config_only=random)
+        spec = ModelSpec.from_directory(directory)
+    if options.quantization is not None:
+        require_method(directory, options.quantization)
+    return directory, spec
 
 
 def _made(directory: Path, spec: ModelSpec, known: Cluster, options: EngineOptions) -> Plan:

@@ -23,10 +23,6 @@ _BITS = (
     "a checkpoint's own form is found in its files: leave it out; fewer bits are a plan's "
     "(make_plan, bits=)"
 )
-_PLAN_BITS = (
-    "a checkpoint's own form is found in its files: leave it out; for fewer bits plan with "
-    "llmpq-algo --bits"
-)
 _ADAPTERS = "adapters are not run: merge them into the model first"
 _DRAFTS = "drafts are speculate='ngram' or another mode, with gamma="
 _DRAFT_FLAGS = "drafts are --speculate MODE with --gamma N"
@@ -84,7 +80,6 @@ VLLM_OPTIONS: Mapping[str, Other] = {
     "hf_token": Other("the hub's token is HF_TOKEN in the environment"),
     "download_dir": Other("models of the hub lie in its cache: set HF_HOME"),
     "config_format": Other(_FILES, (None, "auto"), _LEAVE_FILES, _FILES),
-    "quantization": Other(_BITS, (None,), _PLAN_BITS, "", "-q"),
     "enable_lora": Other(_ADAPTERS, (None, False)),
     "lora_modules": Other(_ADAPTERS),
     "max_loras": Other(_ADAPTERS),

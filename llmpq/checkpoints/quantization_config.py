@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.model_config import read_config
 from llmpq.families.common.config_values import is_given, section
 from llmpq.file_form import read_json
@@ -59,6 +60,14 @@ BESIDE = "hf_quant_config.json"
 """Where ModelOpt says how a model is quantised, if config.json does not."""
 OLDER = ("quantize_config.json", "quant_config.json", "quantization_config.json")
 """Where GPTQ's, AWQ's and AutoRound's tools do; the first two without a `quant_method`."""
+OTHER_NAMES = {
+    "awq": ("awq-marlin", "cpu-awq", "moe-wna16"),
+    "gptq": ("gptq-marlin", "gptq-bitblas", "moe-wna16"),
+    "auto-round": ("inc", "intel/auto-round"),
+    "bitsandbytes": ("bnb",),
+    "mxfp4": ("gpt-oss-mxfp4",),
+}
+"""Method -> what vLLM calls it, too: by its kernels, or by its tool."""
 CHANGES = {
     "transform_config": "rotations of activations while it runs",
     "rotation": "rotations of activations while it runs",
@@ -185,6 +194,32 @@ def _of_modelopt(described: Mapping[str, Any], directory: object) -> dict[str, A
 def modelopt_bits(described: Mapping[str, Any]) -> set[int]:
     """Return the bits of a ModelOpt model's codes, as `quantization_of` describes it."""
     return {MODELOPT[algorithm] for algorithm in described["algorithms"]}
+
+
+def require_method(model: str | Path, method: str) -> None:
+    """Raise `ValueError` for a model whose files are not quantised with `method`.
+
+    `method`: as the files name it, or as vLLM does. `model`: a directory, a GGUF file, or the name
+    of an architecture, which has no files.
+    """
+    described = quantization_of(model) if is_model(model) else None
+    if described is None:
+        raise ValueError(
+            f"'{model}' is not quantised, quantization='{method}' asks for a model that is: leave "
+            "it out; fewer bits are a plan's"
+        )
+    said = {str(described.get("quant_method"))}
+    if "packing_format" in described:
+        said.add("auto-round")
+    names = {*said, *(name for own in said for name in OTHER_NAMES.get(own, ()))}
+    if described.get("algorithms"):
+        names |= {"modelopt-fp4", "petit-nvfp4"} if 4 in modelopt_bits(described) else set()
+        names |= {"modelopt-mixed"} if str(described["quant_algo"]).upper() == MIXED else set()
+    if method.lower().replace("_", "-") not in {name.replace("_", "-") for name in names}:
+        raise ValueError(
+            f"'{model}' is quantised with {' or '.join(sorted(said))}, not with "
+            f"quantization='{method}': leave it out, a model runs in the form of its files"
+        )
 
 
 def layout_of(described: Mapping[str, Any]) -> str | None:

@@ -49,6 +49,7 @@ from llmpq.checkpoints.quantization_config import (
     require_read,
     stated_group,
 )
+from llmpq.checkpoints.tensor_names import SINGLE, index_of
 from llmpq.cluster import Device
 from llmpq.errors import shortened
 from llmpq.families.common.config_values import size
@@ -152,7 +153,6 @@ def stored_in_gguf(file: GgufFile, num_layers: int) -> tuple[StoredLayer, ...] |
 
 
 QUANTIZATION = "config.json, quantization_config"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SCHEMES = "llmpq_schemes"
 """Metadata key of an Atom file: linear -> fields of its scheme, as JSON."""
 GROUP = 128
@@ -305,8 +305,8 @@ def label_of(source: Source) -> object:
 
 def _files(directory: Path) -> list[Path]:
     """Return the checkpoint's files: the index's, or the single one; none where there is none."""
-    index = directory / INDEX
-    if not index.exists():
+    index = index_of(directory)
+    if index is None:
         return [directory / SINGLE] if (directory / SINGLE).exists() else []
     content = read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None

@@ -46,6 +46,7 @@ def chat_parser() -> CommandParser:
     add_plan(what, text="plan.json of llmpq-algo (default: plan for the devices there are)")
     add_engine_flags(
         what,
+        "quantization",
         "cluster",
         "max_model_len",
         "dtype",

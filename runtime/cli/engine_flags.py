@@ -16,6 +16,7 @@ from llmpq.runtime.options import PLANNING, STATED, Deadlines, EngineOptions, ch
 _TOKENS = ("max_model_len", "max_num_batched_tokens")
 _VALUES = {
     "revision": "NAME",
+    "quantization": "METHOD",
     "cluster": "YAML",
     "dtype": "DTYPE",
     "kv_cache_dtype": "KV",
@@ -34,7 +35,11 @@ _VALUES = {
     "head_bits": "8|16",
 }
 """What stands for a flag's value in `--help`; N for the others."""
-_ALSO = {"ray_address": ("--address", "--from-ray"), "tensor_parallel_size": ("-tp",)}
+_ALSO = {
+    "ray_address": ("--address", "--from-ray"),
+    "tensor_parallel_size": ("-tp",),
+    "quantization": ("-q",),
+}
 REPLANS = Only(lambda a: a.on_loss == "replan", "without --on-loss replan", "add that")
 UNPLANNED = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "re-plan")
 

@@ -82,6 +82,7 @@ def run_parser() -> CommandParser:
     add_engine_flags(
         job,
         "trace",
+        "quantization",
         "cluster",
         "profile",
         "prefer",

@@ -60,6 +60,7 @@ def serve_parser() -> CommandParser:
     what.flag("--served-model-name", daily=True, action="append", metavar="NAME", help=name)
     add_engine_flags(
         what,
+        "quantization",
         "cluster",
         "max_model_len",
         "max_num_seqs",

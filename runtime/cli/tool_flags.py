@@ -268,7 +268,7 @@ def bench_parser() -> CommandParser:
     add_plan(what, text="plan.json (default: a whole model on one device)")
     what.flag("--model", daily=True, metavar="DIR|NAME", help="directory, or a built-in name")
     what.revision("model")
-    add_engine_flags(what, "load_format", daily=("load_format",))
+    add_engine_flags(what, "load_format", "quantization", daily=("load_format",))
     _add_job(parser.section("the job, without a plan"))
     add_speculation(
         parser.section("speculation"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from llmpq.commands.command_line import Idle
+from llmpq.runtime.options import AUTO, OWN_FORMATS, QUANTISED_FORMATS
 from llmpq.runtime.vllm_options import VLLM_OPTIONS, Other
 
 _LENGTH = "lengths are each request's own; a plan's are llmpq-algo --prompt-len and --gen-len"
@@ -15,6 +16,10 @@ _DEVICES = VLLM_OPTIONS["pipeline_parallel_size"].flag
 _SHARED = "devices that share layers are a plan's: llmpq-algo --tensor-parallel N"
 _NO_PLUGINS = "no code of others is loaded: leave it out"
 _CORS = "pages of other origins are llmpq-dist serve --cors-origin URL"
+_FORM = (
+    "a checkpoint's own form is found in its files: leave it out; for fewer bits plan with "
+    "llmpq-algo --bits"
+)
 _LOGS = "lines of the log are llmpq-dist serve --no-access-log and --log-prompts"
 _HOSTS = "several machines are --cluster YAML, or a Ray: --ray-address HOST:PORT"
 _TRACES = "what stages did is --trace FILE"
@@ -67,7 +72,7 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--max-num-seqs": "requests at once are the plan's: llmpq-algo --batch",
     "--max-num-batched-tokens": "a step's tokens are the plan's",
     "--dtype": "the dtype is the plan's: llmpq-algo --dtype",
-    "--load-format": VLLM_OPTIONS["quantization"].flag,
+    "--load-format": _FORM,
     "--gpu-memory-utilization": "the memory used is the plan's: llmpq-algo has the flag",
     "--no-enable-prefix-caching": "llmpq-dist serve has it",
     "--max-tokens": "answers' lengths are the requests' own",
@@ -167,7 +172,9 @@ IDLE_FLAGS: Mapping[str, Idle] = {
     "--stream-interval": Idle("tokens are sent as they come", ("1",)),
     "--response-role": Idle("answers are the assistant's", ("assistant",)),
     "--jinja": Idle("chat templates are Jinja"),
-    "--load-format": Idle("a checkpoint's form is found in its files", ("auto", "safetensors")),
+    "--load-format": Idle(
+        "a checkpoint's form is found in its files", (AUTO, *OWN_FORMATS, *QUANTISED_FORMATS)
+    ),
 }
 """Flags of vLLM that ask for what is so here anyway: charts and scripts have them fixed."""
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.checkpoints.tensor_names import INDEX, SINGLE
 from llmpq.runtime.weights.atomic_write import write_bytes, write_tensors, write_text
-from llmpq.runtime.weights.sources import INDEX, SINGLE
 from llmpq.runtime.weights.weight_map import read_weight_map
 from llmpq.units import format_size
 

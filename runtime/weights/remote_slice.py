@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmpq.checkpoints.gguf_file import is_gguf
+from llmpq.checkpoints.tensor_names import INDEX, SINGLE, index_of
 from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.weights.sources import ATOM_ROOT, INDEX, SINGLE
+from llmpq.runtime.weights.sources import ATOM_ROOT
 from llmpq.runtime.weights.weight_map import read_weight_map
 
 PIECE_BYTES = 8 << 20
@@ -60,8 +61,9 @@ class SliceReader:
         """Return the checkpoint's JSON files, its index and the headers of its weight files."""
         found = [path for form in _TEXTS for path in self._directory.glob(form)]
         texts = {path.name: path.read_text() for path in sorted(found)}
-        if INDEX in texts:
-            file_of = read_weight_map(self._directory / INDEX)
+        index = index_of(self._directory)
+        if index is not None:
+            file_of = read_weight_map(index)
         else:
             header, _ = _header(self._directory / SINGLE)
             file_of = {name: SINGLE for name in header if name != "__metadata__"}

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llmpq.checkpoints.model_config import other_form
+from llmpq.checkpoints.tensor_names import INDEX, SINGLE, index_of
 from llmpq.families import FAMILIES
 from llmpq.families.record import AS_IT_IS
 from llmpq.file_form import broken_link, lfs_pointer
@@ -35,8 +36,6 @@ from llmpq.runtime.weights.cut_parts import NO_CUTS, Cuts, cut_parts, cut_pieces
 from llmpq.runtime.weights.weight_map import read_weight_map
 from llmpq.tensor_parallel import Member, PartSlice
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 ATOM_ROOT = "llmpq.layers."
 """What Atom's layers are called up to the layer's number."""
 FLOAT32_PARTS = ("router.correction",)
@@ -397,8 +396,8 @@ class CheckpointSource:
 
     def _index(self) -> dict[str, str]:
         """Return tensor name -> file name."""
-        index = self.directory / INDEX
-        if index.exists():
+        index = index_of(self.directory)
+        if index is not None:
             return read_weight_map(index)
         if (self.directory / SINGLE).exists():
             return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)

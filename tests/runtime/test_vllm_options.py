@@ -34,7 +34,7 @@ pytestmark = pytest.mark.cpu
         ({"seed": 3}, r"SamplingParams\(seed=...\)"),
         ({"tokenizer": "gpt2"}, "files are read from the model's directory"),
         ({"block_size": 16}, "has 128 tokens"),
-        ({"quantization": "awq"}, "own form is found in its files"),
+        ({"quantization_config": {}}, "own form is found in its files"),
         ({"enable_lora": True}, "merge them into the model"),
         ({"device": "cuda"}, "runs over all devices"),
         ({"speculative_config": {}}, "drafts are speculate="),
@@ -56,6 +56,16 @@ def test_values_that_change_nothing_are_taken(demo_model):
     assert without_neutral(neutral) == {}
     LLM(demo_model, start=False, **neutral).close()
     LLM(demo_model, start=False, disable_log_stats=True, trust_remote_code=True, seed=0).close()
+
+
+@pytest.mark.parametrize("given", [{"quantization": "awq"}, {"load_format": "bitsandbytes"}])
+def test_a_form_that_the_model_is_not_in_is_refused(demo_model, given):
+    (form,) = given.values()
+    with pytest.raises(ValueError, match=f"demo-7m' is not quantised, quantization='{form}' asks"):
+        LLM(demo_model, start=False, **given)
+    with pytest.raises(ValueError, match=f"'opt-125m' is not quantised, quantization='{form}'"):
+        LLM("opt-125m", start=False, **{"load_format": "dummy", **given, "quantization": form})
+    LLM(demo_model, start=False, quantization=None, load_format="safetensors").close()
 
 
 def test_a_tokenizer_that_is_the_models_own_is_taken(demo_model, tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ def rope_fields(
         "rope_theta": bounded({**_beside(config), **rope}, "rope_theta", THETAS) * stretched,
         "rope_scaling": scaling,
         "rotary_dim": _rotary_dim(config, rope),
-        "max_positions": _reach(size(config, "max_position_embeddings"), rope, scaling),
+        "max_positions": _reach(config, rope, scaling),
     }
 
 
@@ -78,11 +78,15 @@ def _beside(config: Config) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _reach(longest: int, rope: Config, scaling: RopeScaling | None) -> int:
+def _reach(config: Config, rope: Config, scaling: RopeScaling | None) -> int:
     """Return the positions that a model runs with: yarn and dynamic stretch the original ones.
 
     Cards switch them on and leave `max_position_embeddings` as it is; vLLM reads them so, too.
+    Models of linear scaling mostly say there what they reach, Vicuna's and LongChat's beside it.
     """
+    longest = size(config, "max_position_embeddings")
+    if scaling is not None and scaling.kind == "linear":
+        return max(longest, size(config, "max_sequence_length", default=longest))
     if scaling is None or scaling.kind not in ("yarn", "dynamic"):
         return longest
     original = scaling.original_max_positions

@@ -58,7 +58,9 @@ def report(model_dir: str | None) -> dict[str, Any]:
         try:
             index = os.path.join(model_dir or "", "model.safetensors.index.json")
             with open(index, encoding="utf-8") as file:
-                files = set(json.load(file)["weight_map"].values()) - here
+                named = set(json.load(file)["weight_map"].values())
+            if "model.safetensors" in named - here or "model.safetensors" not in here - named:
+                files = named - here
         except (OSError, ValueError, KeyError, AttributeError):
             pass  # one file, or an index that loading refuses
         if files:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmpq.checkpoints.quantization_config import METHODS, quantization_of, require_read
+from llmpq.checkpoints.quantization_config import (
+    METHODS,
+    quantization_of,
+    require_method,
+    require_read,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -71,3 +78,46 @@ def test_modelopts_words_need_no_method() -> None:
     form = {"quant_algo": "FP8", "producer": {"name": "modelopt"}, "ignore": ["lm_head"]}
     found = quantization_of({"quantization_config": form})
     assert found is not None and found["quant_method"] == "modelopt"
+
+
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+MIXED = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "FP8"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("described", "true", "wrong"),
+    [
+        ({"quant_method": "awq"}, "awq AWQ awq_marlin moe_wna16", "gptq awq_marlin_24 int4"),
+        ({"quant_method": "gptq"}, "gptq gptq_marlin moe_wna16", "awq awq_marlin gptq_marlin_24"),
+        ({"quant_method": "fp8"}, "fp8", "fbgemm_fp8 compressed-tensors ptpc_fp8 modelopt"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors compressed_tensors", "fp8"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes bnb", "nf4x"),
+        ({"quant_method": "mxfp4"}, "mxfp4 gpt_oss_mxfp4", "modelopt_fp4"),
+        (AUTO_ROUND, "auto-round auto_round inc gptq gptq_marlin", "awq"),
+        (NVFP4, "modelopt modelopt_fp4 petit_nvfp4", "modelopt_mixed nvfp4x fp8"),
+        ({**NVFP4, "quant_algo": "FP8"}, "modelopt", "modelopt_fp4 fp8"),
+        (MIXED, "modelopt modelopt_mixed modelopt_fp4", "fp8"),
+        ({"format": "llmpq"}, "llmpq", "awq"),
+    ],
+)
+def test_a_method_is_what_the_files_say(
+    described: dict[str, Any], true: str, wrong: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": described}))
+    for method in true.split():
+        require_method(tmp_path, method)
+    for method in wrong.split():
+        with pytest.raises(ValueError, match=f"is quantised with .*, not with .*'{method}': leave"):
+            require_method(tmp_path, method)
+
+
+def test_a_method_is_not_that_of_whole_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for model in (tmp_path, "llama-3.1-8b"):
+        with pytest.raises(ValueError, match="is not quantised, quantization='fp8' asks for"):
+            require_method(model, "fp8")

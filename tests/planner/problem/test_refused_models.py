@@ -167,6 +167,14 @@ def test_a_card_that_stretches_positions_gets_them(change: dict, positions: int)
     assert spec.max_positions == positions
 
 
+def test_linear_scaling_reaches_what_the_config_says_beside_it() -> None:
+    """As in vicuna-7b-v1.5-16k; Llama 1's `max_sequence_length` without scaling changes nothing."""
+    said = {"max_position_embeddings": 4096, "max_sequence_length": 16384}
+    linear = {"type": "linear", "factor": 4.0}
+    assert spec_of("llama-3.1-8b", **said, rope_scaling=linear).max_positions == 16384
+    assert spec_of("llama-3.1-8b", **said, rope_scaling=None).max_positions == 4096
+
+
 def test_a_key_and_its_alias_agree_or_are_refused() -> None:
     with pytest.raises(ValueError, match="'num_experts'=9 and 'num_local_experts'=8 are two names"):
         spec_of("mixtral-8x7b", num_experts=9)

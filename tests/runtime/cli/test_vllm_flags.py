@@ -21,7 +21,7 @@ def flags_of(parser) -> set[str]:
 def test_a_flag_of_vllms_is_answered_with_ours(command, capsys):
     known = flags_of(COMMANDS[command].parser())
     answered = [flag for flag in VLLM_FLAGS if flag not in known]
-    assert {"--pipeline-parallel-size", "--quantization", "--tokenizer"} <= set(answered)
+    assert {"--pipeline-parallel-size", "--tokenizer"} <= set(answered)
     assert "--enforce-eager" in known
     for flag in answered:
         assert main([command, flag, "2"]) == 2
@@ -29,6 +29,17 @@ def test_a_flag_of_vllms_is_answered_with_ours(command, capsys):
         assert f"has no '{flag}': " in said and said.count("\n") == 1
     assert main([command, "--pipeline_parallel_size=4"]) == 2
     assert "CUDA_VISIBLE_DEVICES" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "chat", "bench"])
+@pytest.mark.parametrize("flag", ["--quantization", "-q"])
+def test_a_form_that_the_model_is_not_in_is_refused(command, flag, demo_model, tmp_path, capsys):
+    (tmp_path / "prompts").write_text("a\n")
+    files = ["-i", str(tmp_path / "prompts"), "-o", str(tmp_path / "out")]
+    words = [command, "--model", str(demo_model), *(files if command == "run" else [])]
+    assert main([*words, flag, "awq"]) == 2
+    said = capsys.readouterr().err
+    assert f"demo-7m' is not quantised, {flag} awq asks for a model that is: leave it out" in said
 
 
 @pytest.mark.parametrize("command", ["run", "serve", "chat", "bench"])

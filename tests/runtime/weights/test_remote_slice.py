@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmpq.checkpoints.tensor_names import INDEX, SINGLE
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.remote_slice import SliceReader, remote_slice
-from llmpq.runtime.weights.sources import INDEX, SINGLE
 
 pytestmark = pytest.mark.cpu
 

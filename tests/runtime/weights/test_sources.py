@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmpq.checkpoints.tensor_names import index_of, tensor_names
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
+from llmpq.runtime.launch.nodes.node_report import report as node_report
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
@@ -239,6 +241,21 @@ def test_shards_may_lie_in_a_folder_of_the_directory(tiny_models, copy):
     names = load_file(directory / "shards" / "all.safetensors")
     write_index(directory, {"weight_map": dict.fromkeys(names, "shards/all.safetensors")})
     assert torch.equal(logits_of(directory), logits_of(tiny_models.directory("llama")))
+
+
+def test_one_file_counts_more_than_an_index_of_others(tiny_models, copy):
+    """As in Transformers; a plan and a look at a node read the same files."""
+    directory = copy("llama")
+    stored = load_file(directory / "model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in stored.items()}, directory / "old.safetensors")
+    write_index(directory, {"weight_map": dict.fromkeys(stored, "old.safetensors")})
+    want = logits_of(tiny_models.directory("llama"))
+    assert torch.equal(logits_of(directory), want)
+    assert index_of(directory) is None and tensor_names(directory) == stored.keys()
+    (directory / "old.safetensors").unlink()
+    assert node_report(str(directory))["problem"] is None
+    write_index(directory, {"weight_map": dict.fromkeys(stored, "model.safetensors")})
+    assert torch.equal(logits_of(directory), want) and index_of(directory) is not None
 
 
 @pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b"[" * 99999], ids=["cut", "bytes", "deep"])
