@@ -82,6 +82,7 @@ PAPER_FIT = ("--fit", "--fit-cost-model")
 _SHARED_OUT = "layers are shared out by the plan: leave it out"
 _AT_ONCE = "requests at once are --batch N"
 _KV_BITS = "bits of the KV cache are --kv 8"
+_BITS = "a checkpoint's own form is found in its files; other bits of the weights are --bits 4"
 _IN_RAM = "the CPU computes whole layers: --devices 4090,cpu"
 ENGINE_FLAGS = {
     "-m": "the model is --model DIR, a GGUF file or a name",
@@ -90,7 +91,7 @@ ENGINE_FLAGS = {
     **dict.fromkeys(("--max-num-seqs", "-np", "--parallel", "--batch-size"), _AT_ONCE),
     **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), _KV_BITS),
     **dict.fromkeys(("--cpu-offload-gb", "--n-cpu-moe", "--cpu-moe"), _IN_RAM),
-    **dict.fromkeys(("--quantization", "--quant"), "bits of the weights are --bits 4"),
+    **dict.fromkeys(("--quantization", "--quant", "-q"), _BITS),
     **dict.fromkeys(("--gpus", "--num-gpus", "--gpu"), "devices are --devices 4090:2"),
     "--cpu": "a CPU is a device: --devices 4090,cpu=64GB",
 }

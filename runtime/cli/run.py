@@ -20,6 +20,7 @@ from rich.console import Console
 
 from llmpq.checkpoints.generation_config import read_generation_config
 from llmpq.checkpoints.hub import local_model
+from llmpq.checkpoints.quantization_config import require_method
 from llmpq.commands.command_line import refuse_without_effect
 from llmpq.commands.output_paths import check_files, require_folder, write_all
 from llmpq.errors import CONTINUE, DeadlineError, ExitCode, StageLostError
@@ -114,6 +115,8 @@ def main(options: RunOptions) -> int:
     model_dir = str(local_model(model_dir))
     engine = replace(options.engine, offline=True)
     read_generation_config(model_dir, engine.generation_config)  # before anything is loaded
+    if engine.quantization is not None:
+        require_method(model_dir, engine.quantization)  # ... or planned
     for own in () if plan is None else plan.plans:
         own.require_model(ModelSpec.from_directory(model_dir))
     if isinstance(plan, Topology):
