@@ -6,6 +6,7 @@ format leaves out is taken as llama.cpp takes it (`ARCHITECTURES`): files are ma
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -134,6 +135,12 @@ def _common(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
             "give the model's own file (of a model in parts, any of them)"
         )
     hidden, heads = metadata.number("embedding_length"), metadata.number("attention.head_count")
+    if vocabulary.shape[-1] != hidden:
+        raise ValueError(
+            f"'{file.path}': metadata 'embedding_length' is {hidden}, the tensor "
+            f"'token_embd.weight' has rows of {vocabulary.shape[-1]}; the file is damaged: "
+            "download it again"
+        )
     head_dim = metadata.number("attention.key_length", default=_head_dim(metadata, hidden, heads))
     values = metadata.number("attention.value_length", default=head_dim)
     if values != head_dim and not architecture.latent:
@@ -251,7 +258,7 @@ def _scaling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | 
                 f"'{FREQUENCIES}' is not supported; expected one of the two"
             )
         both = factor if kind == "linear" else 1.0
-        factors = [each * both for each in file.floats(FREQUENCIES)]
+        factors = [each * both for each in _factors(metadata, FREQUENCIES, config)]
         turned = [factor for factor in factors if factor < AT_REST]
         if turned == factors[: len(turned)] and len(set(turned)) == 1:
             share = len(turned) / len(factors)
@@ -262,7 +269,7 @@ def _scaling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | 
             }
         return _stretched(factors, factors, longest, 1.0)
     if longrope:
-        long, short = (file.floats(FACTORS[end]) for end in ("long", "short"))
+        long, short = (_factors(metadata, FACTORS[end], config) for end in ("long", "short"))
         return _stretched(short, long, original or longest, attention)
     if kind in (None, "none"):
         if factor not in (None, 0, 1, 1.0):
@@ -285,6 +292,19 @@ def _scaling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | 
         found |= {"mscale": over, "mscale_all_dim": over}
     ends = {"beta_fast": fast, "beta_slow": slow}
     return found | {key: value for key, value in ends.items() if value is not None}
+
+
+def _factors(metadata: Metadata, name: str, config: Mapping[str, Any]) -> list[float]:
+    """Return what a tensor divides the frequencies by: one positive number for each."""
+    found = metadata.file.floats(name)
+    count = metadata.number("rope.dimension_count", default=config["head_dim"]) // 2
+    if len(found) != count or not all(0 < factor < math.inf for factor in found):
+        raise ValueError(
+            f"'{metadata.file.path}': tensor '{name}' must be {count} positive numbers, one for "
+            f"each pair of a head's rotated channels, got {shortened(str(found))}; the file is "
+            "damaged: download it again"
+        )
+    return found
 
 
 def _stretched(

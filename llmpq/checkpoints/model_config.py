@@ -162,7 +162,7 @@ def spec_fields(config: Config, name: str) -> dict[str, Any]:
     read = _Read(inner, kind)
     _require_agreement(inner, kind)
     _require_sound(read, family.fields(read))
-    fields = _shapes(family, read)
+    fields = _counted(_shapes(family, read))
     left_out = _left_out(config, inner)
     _require_known(inner, read.asked, kind, model_type)
     ends = token_ids(inner if inner.get("eos_token_id") else config, "eos_token_id")
@@ -177,6 +177,27 @@ def spec_fields(config: Config, name: str) -> dict[str, Any]:
         "from_class": _from_class(family, inner, kind, read.defaulted, fields),
     }
     return {**found, **fields}
+
+
+MOST = 2**24
+"""Positions, rows and columns that a plan counts to: a published model has 10 million positions."""
+
+
+def _counted(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields without more positions than are counted: a bound beyond them is none.
+
+    `ValueError` for another size that no model has.
+    """
+    for key, value in fields.items():
+        if type(value) is int and value > MOST and key != "max_positions":
+            raise ValueError(
+                f"config.json: {key}={value:,}, expected {MOST:,} at most; correct it or download "
+                "config.json again"
+            )
+    windows = tuple(min(window, MOST) for window in fields.get("windows", ()))
+    return {**fields, "max_positions": min(fields["max_positions"], MOST)} | (
+        {"windows": windows} if windows else {}
+    )
 
 
 def _shapes(family: Family, read: _Read) -> dict[str, Any]:

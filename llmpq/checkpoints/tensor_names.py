@@ -19,7 +19,7 @@ def index_of(directory: Path) -> Path | None:
     index = directory / INDEX
     if not index.exists():
         return None
-    files = set(_names(index).values()) if (directory / SINGLE).is_file() else set()
+    files = list(_names(index).values()) if (directory / SINGLE).is_file() else []
     return None if files and SINGLE not in files else index
 
 

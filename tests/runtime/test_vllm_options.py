@@ -64,7 +64,7 @@ def test_a_form_that_the_model_is_not_in_is_refused(demo_model, given):
     with pytest.raises(ValueError, match=f"demo-7m' is not quantised, quantization='{form}' asks"):
         LLM(demo_model, start=False, **given)
     with pytest.raises(ValueError, match=f"'opt-125m' is not quantised, quantization='{form}'"):
-        LLM("opt-125m", start=False, **{"load_format": "dummy", **given, "quantization": form})
+        LLM("opt-125m", start=False, load_format="dummy", quantization=form)
     LLM(demo_model, start=False, quantization=None, load_format="safetensors").close()
 
 

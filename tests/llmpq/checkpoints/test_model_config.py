@@ -141,6 +141,18 @@ def test_other_bad_values_are_named(model: str, change: dict[str, Any], message:
         spec_of(model, change)
 
 
+@pytest.mark.parametrize("bound", [2**31 - 1, 10**18])
+def test_a_bound_beyond_all_texts_is_none(bound: int) -> None:
+    """What a plan counts is smaller: of positions and windows, but of no other size."""
+    spec = spec_of("llama-3.1-8b", {"max_position_embeddings": bound})
+    assert spec.max_positions == 2**24
+    spec = spec_of("mistral-7b", {"max_position_embeddings": bound, "sliding_window": bound})
+    assert set(spec.windows) == {2**24}
+    for key, name in (("vocab_size", "vocab"), ("intermediate_size", "ffn")):
+        with pytest.raises(ValueError, match=f"config.json: {name}={bound:,}, expected 16,777,216"):
+            spec_of("llama-3.1-8b", {key: bound})
+
+
 def test_absent_and_null_values_have_their_defaults() -> None:
     change = {"num_key_value_heads": None, "rms_norm_eps": ABSENT, "rope_scaling": None}
     spec = spec_of("llama-3.1-8b", {**change, "rope_theta": None, "tie_word_embeddings": None})

@@ -1082,6 +1082,17 @@ def test_what_would_stretch_positions_further_is_refused(
         ModelSpec.from_directory(path)
 
 
+@pytest.mark.parametrize("factors", [[1.0] * 9, [-1.0] * 8, [0.0] * 8, [math.nan] * 8])
+def test_factors_that_divide_no_frequency_are_named_by_their_tensor(
+    tmp_path: Path, factors: list[float]
+) -> None:
+    path, model = tmp_path / "model.gguf", random_model("llama")
+    tensors = converted(model, "llama") | {"rope_freqs.weight": torch.tensor(factors)}
+    write(path, "llama", common(model.config, "llama"), tensors)
+    with pytest.raises(ValueError, match="tensor 'rope_freqs.weight' must be 8 positive numbers"):
+        ModelSpec.from_directory(path)
+
+
 FORMS = [kind for kind, weights, _ in BLOCKS.values() if weights > 1]
 COUNTED = ("MXFP4", "IQ4_NL", "IQ4_XS", "Q4_K", "Q8_0")
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
@@ -1391,6 +1402,11 @@ def test_damaged_files_are_refused_in_a_sentence(kind: str, tmp_path: Path) -> N
         ({"llama.block_count": 1}, "model.gguf': tensor 'blk.1.attn_k.weight' is not part of"),
         ({"llama.block_count": 3}, "'block_count' is 3, its tensors are of 2 layers"),
         ({"llama.block_count": 1 << 31}, "'block_count' is 2147483648, its tensors are of 2"),
+        (
+            {"llama.embedding_length": 1 << 31},
+            "'embedding_length' is 2147483648, the tensor 'token_embd.weight' has rows of 64",
+        ),
+        ({"llama.feed_forward_length": (1 << 32) - 1}, "ffn=4,294,967,295, expected 16,777,216"),
         ({"llama.attention.head_count": None}, "'llama.attention.head_count', which .* missing"),
         ({"llama.attention.causal": False}, "tokens see those behind them"),
         ({"general.type": "adapter"}, "is a LoRA adapter, not a model"),

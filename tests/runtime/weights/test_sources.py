@@ -185,6 +185,7 @@ def test_a_missing_shard(copy):
     directory = copy("llama")
     names = load_file(directory / "model.safetensors")
     index = {"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
+    (directory / "model.safetensors").unlink()
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="00001-of-00002.safetensors' is missing"):
         build(directory, range(3))
@@ -251,7 +252,7 @@ def test_one_file_counts_more_than_an_index_of_others(tiny_models, copy):
     write_index(directory, {"weight_map": dict.fromkeys(stored, "old.safetensors")})
     want = logits_of(tiny_models.directory("llama"))
     assert torch.equal(logits_of(directory), want)
-    assert index_of(directory) is None and tensor_names(directory) == stored.keys()
+    assert index_of(directory) is None and stored.keys() <= tensor_names(directory)
     (directory / "old.safetensors").unlink()
     assert node_report(str(directory))["problem"] is None
     write_index(directory, {"weight_map": dict.fromkeys(stored, "model.safetensors")})
