@@ -40,8 +40,7 @@ from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
-from llmpq.runtime.request import Mailbox, Request, StepKind
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.request import Mailbox, Request, StepKind, StepMessage
 from llmpq.runtime.trace import Recorder
 from llmpq.sizes.pool_size import PoolSize
 

@@ -28,8 +28,8 @@ from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.build_stage import stage_over_pool
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.step import StepMessage, message_of_rows
+from llmpq.runtime.request import PagedRow, StepKind, StepMessage
+from llmpq.runtime.step import message_of_rows
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import BLOCK_TOKENS

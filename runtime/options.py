@@ -199,7 +199,7 @@ class EngineOptions:
     """When a stage is lost: restart (others take over, requests go on where they are), replan (also
     on the devices left, if one is gone) or stop (default: restart; of serve: replan)."""
     min_quality: int = 3
-    """Fewest bits of weights and KV cache of such another plan: 16, 8, 4, 3 or 2."""
+    """Fewest bits of weights and KV cache that `replan` may plan with: 16, 8, 4, 3 or 2."""
     trace: str | Path | None = None
     """Write a Chrome/Perfetto trace: every stage's steps, and for which requests."""
 

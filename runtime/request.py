@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -27,6 +28,7 @@ from llmpq.runtime.token_rules import NO_RULES, LogitsConstraints
 Ints = NDArray[np.int64]
 FinishReason = Literal["stop", "length", "abort"]
 
+NO_INTS = np.zeros(0, dtype=np.int64)
 PENDING_TOKEN = -1
 """Stands for a token, or a position, that a step under way has yet to bring."""
 
@@ -185,24 +187,133 @@ class StepRequests:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class MicroBatch:
-    """One unit of work for the pipeline: rows of requests, each with new tokens."""
+NO_NEWS = PagedRow(slot=-1)
+"""Of rows that only decode: a token that brings another one."""
 
-    seq: int
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepMessage:
+    """One step as every stage gets it: which requests, where each stands, its new tokens."""
+
     kind: StepKind
+    seq: int = 0
+    slots_B: Ints = field(default_factory=lambda: NO_INTS)
+    starts_B: Ints = field(default_factory=lambda: NO_INTS)
+    num_new_B: Ints = field(default_factory=lambda: NO_INTS)
+    sample_steps_B: Ints = field(default_factory=lambda: NO_INTS)
+    """Index of the token each row samples, which seeds its random draw."""
+    sampling: RowSampling = field(default_factory=RowSampling)
+    rules_B: Ints = field(default_factory=lambda: NO_INTS)
+    """Numbers of the rows' requests, by which the last stage knows their rules; -1 without any."""
+    tokens_T: Ints = field(default_factory=lambda: NO_INTS, repr=False)
+    """New tokens, one row's behind the other's: known to the first stage, and to others that ask
+    for them."""
+    news: Mapping[int, PagedRow] = field(default_factory=dict)
+    """What a stage's cache has to know of rows, and what these do beyond decoding a token."""
+    every_place: bool = False
+    """Whether hidden states of all places are wanted behind the last layer, by the first of a
+    stage's devices, which has the head and gives this message to the others."""
+
+    @property
+    def sends_tokens(self) -> bool:
+        """Whether the last stage needs the rows' tokens; `news` has the drafts."""
+        return any(row.drafts_wanted >= 0 for row in self.news.values())
+
+    @cached_property
+    def q_len(self) -> int:
+        """New tokens of the longest row."""
+        if self.num_tokens == self.num_rows:  # each has one at least
+            return min(1, self.num_rows)
+        return int(self.num_new_B.max(initial=0))
+
+    @property
+    def num_rows(self) -> int:
+        """Requests in the micro-batch."""
+        return len(self.slots_B)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """New tokens of all rows."""
+        return len(self.tokens_T) or int(self.num_new_B.sum())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of its hidden states: the rows' tokens, one row behind the other."""
+        return 1, self.num_tokens
+
+    @property
+    def rows_with_news(self) -> list[PagedRow]:
+        """What there is to say of some rows, in order."""
+        return list(self.news.values())
+
+    @property
+    def starts_with_news(self) -> list[int]:
+        """Where these rows start."""
+        return [int(self.starts_B[row]) for row in self.news]
+
+    def row(self, number: int) -> PagedRow:
+        """Return what there is to say of a row."""
+        return self.news.get(number, NO_NEWS)
+
+    def tokens_of(self, number: int) -> list[int]:
+        """Return the new tokens of a row."""
+        first = int(self.num_new_B[:number].sum())
+        tokens: list[int] = self.tokens_T[first : first + int(self.num_new_B[number])].tolist()
+        return tokens
+
+    @property
+    def samples_B(self) -> NDArray[np.bool_]:
+        """Whether each row's last token brings a new one."""
+        samples_B = np.ones(self.num_rows, dtype=np.bool_)
+        samples_B[[number for number, row in self.news.items() if not row.samples]] = False
+        return samples_B
+
+    @property
+    def wanted_B(self) -> Ints:
+        """How many logits each row wants: of its newest tokens."""
+        wanted_B = np.ones(self.num_rows, dtype=np.int64)
+        for number, row in self.news.items():
+            wanted_B[number] = 1 + len(row.drafts) if row.samples else 0
+        return wanted_B
+
+    @property
+    def revocable_B(self) -> Ints:
+        """How many of each row's last tokens are drafts, none of which counts yet."""
+        if self.kind is StepKind.DRAFT:
+            return self.num_new_B
+        revocable_B = np.zeros(self.num_rows, dtype=np.int64)
+        for number, row in self.news.items():
+            revocable_B[number] = len(row.drafts)
+        return revocable_B
+
+    def of_rows(self, rows: Sequence[int]) -> StepMessage:
+        """Return a message of some of the rows, in order; tokens are left out."""
+        if len(rows) == self.num_rows:
+            return self
+        at = np.array(rows, dtype=np.int64)
+        return StepMessage(
+            kind=self.kind,
+            seq=self.seq,
+            every_place=self.every_place,
+            slots_B=self.slots_B[at],
+            starts_B=self.starts_B[at],
+            num_new_B=self.num_new_B[at],
+            sample_steps_B=self.sample_steps_B[at],
+            sampling=RowSampling([self.sampling[row] for row in rows]),
+            rules_B=self.rules_B[at] if len(self.rules_B) else self.rules_B,
+            news={place: self.news[row] for place, row in enumerate(rows) if row in self.news},
+        )
+
+
+STOP = StepMessage(kind=StepKind.STOP)
+"""Ends the loops of all stages."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MicroBatch(StepMessage):
+    """A step that the scheduler issued: its message, and whose rows they are."""
+
     of: StepRequests
-    slots_B: Ints
-    starts_B: Ints
-    """Tokens in each request's cache before this step."""
-    num_new_B: Ints
-    """New tokens of each row."""
-    tokens_T: Ints
-    """They; `PENDING_TOKEN` where a step under way has yet to bring one."""
-    sample_steps_B: Ints
-    """Index of the token that each row samples."""
-    news: Mapping[int, PagedRow]
-    """By row what there is to say of it beyond its tokens; nothing of most."""
     num_decoding: int = 0
     """So many rows, the first ones, only decode: a token each, without drafts."""
     members_B: Ints

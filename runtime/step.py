@@ -1,10 +1,9 @@
-"""One step: as it goes from stage to stage, and as a stage computes it.
+"""One step as a stage computes it, made of the step's message (`StepMessage`, request.py).
 
-`StepMessage` is what every stage gets of a micro-batch: which requests, where each stands, how many
-new tokens. A stage makes a `Step` of it. `Step` itself has rows that are right padded: the windows
-of calibration. The engine's steps pack their rows, one behind the other: `RaggedStep` on CPUs,
-`PagedStep` (paged_step.py) on GPUs. Norms, products and rotary positions see one long row; only
-attention and the choice of tokens know where each row is.
+`Step` itself has rows that are right padded: the windows of calibration. The engine's steps pack
+their rows, one behind the other: `RaggedStep` on CPUs, `PagedStep` (paged_step.py) on GPUs. Norms,
+products and rotary positions see one long row; only attention and the choice of tokens know where
+each row is.
 
 Everything a forward decides on is a host value, so no device is asked for anything while it runs.
 
@@ -14,156 +13,19 @@ Legend: B rows, Q new tokens per row, T new tokens of all rows, H query heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from llmpq.runtime.device_copies import upload
-from llmpq.runtime.request import Ints, MicroBatch, PagedRow, StepKind
+from llmpq.runtime.request import PagedRow, StepKind, StepMessage
 from llmpq.runtime.row_sampling import RowSampling
 from llmpq.runtime.sampling_params import SamplerConfig
 
 Derived = TypeVar("Derived")
-
-
-_NONE = np.zeros(0, dtype=np.int64)
-NO_NEWS = PagedRow(slot=-1)
-"""Of rows that only decode: a token that brings another one."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepMessage:
-    """One micro-batch as a stage sees it: numbers only, no request objects."""
-
-    kind: StepKind
-    seq: int = 0
-    slots_B: Ints = field(default_factory=lambda: _NONE)
-    starts_B: Ints = field(default_factory=lambda: _NONE)
-    num_new_B: Ints = field(default_factory=lambda: _NONE)
-    sample_steps_B: Ints = field(default_factory=lambda: _NONE)
-    """Index of the token each row samples, which seeds its random draw."""
-    sampling: RowSampling = field(default_factory=RowSampling)
-    rules_B: Ints = field(default_factory=lambda: _NONE)
-    """Numbers of the rows' requests, by which the last stage knows their rules; -1 without any."""
-    tokens_T: Ints = field(default_factory=lambda: _NONE, repr=False)
-    """New tokens, one row's behind the other's: known to the first stage, and to others that ask
-    for them."""
-    news: Mapping[int, PagedRow] = field(default_factory=dict)
-    """What a stage's cache has to know of rows, and what these do beyond decoding a token."""
-    every_place: bool = False
-    """Whether hidden states of all places are wanted behind the last layer, by the first of a
-    stage's devices, which has the head and gives this message to the others."""
-
-    @property
-    def sends_tokens(self) -> bool:
-        """Whether the last stage needs the rows' tokens; `news` has the drafts."""
-        return any(row.drafts_wanted >= 0 for row in self.news.values())
-
-    @cached_property
-    def q_len(self) -> int:
-        """New tokens of the longest row."""
-        return int(self.num_new_B.max(initial=0))
-
-    @property
-    def num_rows(self) -> int:
-        """Requests in the micro-batch."""
-        return len(self.slots_B)
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """New tokens of all rows."""
-        return int(self.num_new_B.sum())
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of its hidden states: the rows' tokens, one row behind the other."""
-        return 1, self.num_tokens
-
-    @property
-    def rows_with_news(self) -> list[PagedRow]:
-        """What there is to say of some rows, in order."""
-        return list(self.news.values())
-
-    @property
-    def starts_with_news(self) -> list[int]:
-        """Where these rows start."""
-        return [int(self.starts_B[row]) for row in self.news]
-
-    def row(self, number: int) -> PagedRow:
-        """Return what there is to say of a row."""
-        return self.news.get(number, NO_NEWS)
-
-    def tokens_of(self, number: int) -> list[int]:
-        """Return the new tokens of a row."""
-        first = int(self.num_new_B[:number].sum())
-        tokens: list[int] = self.tokens_T[first : first + int(self.num_new_B[number])].tolist()
-        return tokens
-
-    @property
-    def samples_B(self) -> NDArray[np.bool_]:
-        """Whether each row's last token brings a new one."""
-        samples_B = np.ones(self.num_rows, dtype=np.bool_)
-        samples_B[[number for number, row in self.news.items() if not row.samples]] = False
-        return samples_B
-
-    @property
-    def wanted_B(self) -> Ints:
-        """How many logits each row wants: of its newest tokens."""
-        wanted_B = np.ones(self.num_rows, dtype=np.int64)
-        for number, row in self.news.items():
-            wanted_B[number] = 1 + len(row.drafts) if row.samples else 0
-        return wanted_B
-
-    @property
-    def revocable_B(self) -> Ints:
-        """How many of each row's last tokens are drafts, none of which counts yet."""
-        if self.kind is StepKind.DRAFT:
-            return self.num_new_B
-        revocable_B = np.zeros(self.num_rows, dtype=np.int64)
-        for number, row in self.news.items():
-            revocable_B[number] = len(row.drafts)
-        return revocable_B
-
-    def of_rows(self, rows: Sequence[int]) -> StepMessage:
-        """Return a message of some of the rows, in order; tokens are left out."""
-        if len(rows) == self.num_rows:
-            return self
-        at = np.array(rows, dtype=np.int64)
-        return replace(
-            self,
-            slots_B=self.slots_B[at],
-            starts_B=self.starts_B[at],
-            num_new_B=self.num_new_B[at],
-            sample_steps_B=self.sample_steps_B[at],
-            sampling=RowSampling([self.sampling[row] for row in rows]),
-            rules_B=self.rules_B[at] if len(self.rules_B) else self.rules_B,
-            tokens_T=_NONE,
-            news={place: self.news[row] for place, row in enumerate(rows) if row in self.news},
-        )
-
-
-STOP = StepMessage(kind=StepKind.STOP)
-
-
-def describe(micro_batch: MicroBatch) -> StepMessage:
-    """Return the message of a micro-batch the scheduler issued."""
-    return StepMessage(
-        kind=micro_batch.kind,
-        seq=micro_batch.seq,
-        slots_B=micro_batch.slots_B,
-        starts_B=micro_batch.starts_B,
-        num_new_B=micro_batch.num_new_B,
-        sample_steps_B=micro_batch.sample_steps_B,
-        sampling=micro_batch.of.sampling,
-        rules_B=micro_batch.of.rules_B,
-        tokens_T=micro_batch.tokens_T,
-        news=micro_batch.news,
-    )
 
 
 def message_of_rows(

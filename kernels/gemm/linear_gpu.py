@@ -7,7 +7,7 @@ torch's caching allocator can serve inside a CUDA graph.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from llmpq.kernels.gemm.cuda import gemv_launch, rows_launch
 from llmpq.kernels.gemm.dequantize import dequantize_triton
 from llmpq.kernels.gemm.gemv import gemv_kernel
 from llmpq.kernels.gemm.gluon import gluon_launch
-from llmpq.kernels.gemm.operands.forms import form_constants
+from llmpq.kernels.gemm.operands.linear_operands import LinearOperands, form_constants
 from llmpq.kernels.gemm.ranking.config import Config, ProductPlan, make_plan, piece_rows
 from llmpq.kernels.gemm.scaled import small_groups
 from llmpq.kernels.gemm.scaled.scaled_dequantize import scaled_dequantize
@@ -31,7 +31,7 @@ from llmpq.kernels.gemm.splitk_gemm import splitk_gemm_kernel
 from llmpq.kernels.kernel_table import Kernel, KernelForm, eligible
 from llmpq.kernels.multiprocessors import device_of
 
-_BY_TMA = {Kernel.WGMMA_GEMM: gluon_launch.launch, Kernel.WGMMA_ROWS: rows_launch.launch}
+_BY_TMA = (Kernel.WGMMA_GEMM, Kernel.WGMMA_ROWS)
 """Kernels that store y tile by tile, so that it may be the residual's memory."""
 
 
@@ -55,24 +55,20 @@ def run(
             "the weight was quantised for. Quantise with dtype=x.dtype."
         )
     x_MK = x_MK.contiguous()
-    by_tma = _BY_TMA.get(Kernel(plan.config.kernel))
-    if plan.config.kernel == Kernel.DEQUANTIZE:
+    kernel = Kernel(plan.config.kernel)
+    if kernel is Kernel.DEQUANTIZE:
         rows = piece_rows(plan.config.piece_mib, q.out_features, q.in_features)
         if rows and x_MK.shape[0]:
             y_MN = residual_MN if into_residual else None
             return _dense_by_pieces(x_MK, q, bias, residual_MN, plan.interpret, rows, y_MN)
         return _dense(x_MK, q, bias, residual_MN, plan.interpret, into_residual)
-    if by_tma and into_residual and residual_MN is not None:
+    if kernel in _BY_TMA and into_residual and residual_MN is not None:
         y_MN = residual_MN
     else:
         y_MN = x_MK.new_empty(x_MK.shape[0], q.out_features)
     if x_MK.shape[0] == 0:
         return y_MN
-    if by_tma:
-        by_tma(plan.config, x_MK, q, bias, residual_MN, y_MN, arrivals)
-    else:
-        launch = _LAUNCHES[Kernel(plan.config.kernel)]
-        launch(plan, x_MK, q, bias, residual_MN, y_MN)
+    _LAUNCHES[kernel](plan, LinearOperands(x_MK, q, bias, residual_MN, y_MN))
     full = q.out_features // BLOCK_ROWS * BLOCK_ROWS
     if full < q.out_features:
         y_MN[:, full:] = _tail(x_MK, q, full, bias, residual_MN, plan.interpret)
@@ -182,37 +178,29 @@ def _float32_sums() -> Iterator[None]:
             setattr(settings, name, old)
 
 
-def _launch_rows(
-    plan: ProductPlan,
-    x: Tensor,
-    q: PackedWords,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    y: Tensor,
-) -> None:
-    config, (m, k) = plan.config, x.shape
+def _launch_gemv(plan: ProductPlan, operands: LinearOperands) -> None:
+    config, q, x_MK = plan.config, operands.q, operands.x_MK
     planes, scale, zero = q.block_words()
-    blocks, groups = q.out_features // BLOCK_ROWS, -(-k // 128)
+    blocks, groups, k = operands.blocks, operands.groups, x_MK.shape[1]
     warps = min(config.warps, 1 << (groups.bit_length() - 1))
     gemv_kernel[(triton.cdiv(blocks, config.blocks),)](
-        x,
+        x_MK,
         planes[0],
         planes[-1],
         scale,
         zero,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        y,
-        m,
+        *operands.pointers,
+        operands.y_MN,
+        operands.rows,
         q.out_features,
         k,
         blocks,
         groups,
-        **form_constants(q, x.dtype),
+        **form_constants(q, x_MK.dtype),
         EVEN_K=k % 128 == 0,
         EVEN_G=groups % warps == 0,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=operands.bias_N is not None,
+        HAS_RESIDUAL=operands.residual_MN is not None,
         BH=config.blocks,
         WM=warps,
         STEPS=triton.cdiv(groups, warps),
@@ -226,28 +214,10 @@ def _launch_rows(
     )
 
 
-def _launch_few(
-    plan: ProductPlan,
-    x: Tensor,
-    q: PackedWords,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    y: Tensor,
-) -> None:
-    gemv_launch.launch(x, q, bias, residual, y)
-
-
-def _launch_tiles(
-    plan: ProductPlan,
-    x: Tensor,
-    q: PackedWords,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    y: Tensor,
-) -> None:
-    config, (m, k) = plan.config, x.shape
+def _launch_splitk(plan: ProductPlan, operands: LinearOperands) -> None:
+    config, q, x_MK, m = plan.config, operands.q, operands.x_MK, operands.rows
     planes, scale, zero = q.block_words()
-    blocks, groups = q.out_features // BLOCK_ROWS, -(-k // 128)
+    blocks, groups, k = operands.blocks, operands.groups, x_MK.shape[1]
     bn = BLOCK_ROWS * config.blocks * config.warps
     m_tiles, tiles, split = (
         triton.cdiv(m, config.bm),
@@ -255,28 +225,26 @@ def _launch_tiles(
         config.split,
     )
     sums = m_tiles * tiles * split * bn * config.bm if split > 1 else 1
-    partial = x.new_empty(sums, dtype=torch.float32)
     splitk_gemm_kernel[(m_tiles, tiles, split)](
-        x,
+        x_MK,
         planes[0],
         planes[-1],
         scale,
         zero,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        y,
-        partial,
-        arrivals(x.device, m_tiles * tiles),
+        *operands.pointers,
+        operands.y_MN,
+        x_MK.new_empty(sums, dtype=torch.float32),
+        arrivals(x_MK.device, m_tiles * tiles),
         m,
         q.out_features,
         k,
         blocks,
         groups,
         split,
-        **form_constants(q, x.dtype),
+        **form_constants(q, x_MK.dtype),
         EVEN_K=k % 128 == 0,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=operands.bias_N is not None,
+        HAS_RESIDUAL=operands.residual_MN is not None,
         SPLIT=split > 1,
         SCALE_W=config.scale_w,
         BH=config.blocks,
@@ -295,10 +263,12 @@ def _launch_tiles(
     )
 
 
-_LAUNCHES = {
-    Kernel.GEMV: _launch_rows,
-    Kernel.SPLITK_GEMM: _launch_tiles,
-    Kernel.CUDA_GEMV: _launch_few,
+_LAUNCHES: dict[Kernel, Callable[[ProductPlan, LinearOperands], None]] = {
+    Kernel.GEMV: _launch_gemv,
+    Kernel.SPLITK_GEMM: _launch_splitk,
+    Kernel.CUDA_GEMV: gemv_launch.launch,
+    Kernel.WGMMA_GEMM: gluon_launch.launch,
+    Kernel.WGMMA_ROWS: rows_launch.launch,
 }
 
 

@@ -64,7 +64,7 @@ from llmpq.kernels.weights.weight import DraftMode, Weight
 from llmpq.precision import WeightScheme
 
 OUTLIER_GROUPS = 3
-
+"""Groups of 128 columns in `AtomTiles` that hold the outliers: high nibbles, low ones, offsets."""
 HOPPER = 9
 """Major compute capability of the GPUs that atom/fp8_kernel.py is written for."""
 
@@ -125,19 +125,19 @@ class AtomWeight(Weight):
 
     @property
     def stored_scheme(self) -> dict[str, Any] | None:
-        """Atom's own forms are unknown to compressed-tensors."""
+        """The scheme's fields for a layer's file; None where compressed-tensors can express it."""
         return None if self.is_channel_int8 else asdict(self.scheme)
 
     def stored_rows(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Of w8a8: codes and scales."""
+        """Return codes [N, K] and scales as compressed-tensors stores them; w8a8 alone."""
         codes_NK = self.unpacked().codes[:, : self.in_features]
         return {"weight": codes_NK, "weight_scale": self.scale.to(dtype)}
 
     def multiply(
         self, x_MK: Tensor, bias: Tensor | None, residual_MN: Tensor | None, into_residual: bool
     ) -> Tensor:
-        """By the kernel that kernel_table.py names; on CPUs the twin, which restores what rounding
-        leaves and multiplies that."""
+        """Multiply by the kernel that kernel_table.py names; on CPUs by the reference, which
+        dequantises the rounded inputs and weights and multiplies those."""
         if x_MK.is_cuda and self.kernel_form is KernelForm.ATOM:
             y_MN = integer_linear(x_MK, self, bias)
         else:
@@ -157,10 +157,8 @@ class AtomWeight(Weight):
 
     def as_draft(self, mode: DraftMode) -> AtomWeight:
         """Return the same codes with inputs rounded to 4 bits, for `qspec`."""
-        return self.with_activations(4) if mode == "qspec" and self._is_unrounded() else self
-
-    def _is_unrounded(self) -> bool:
-        return self.scheme.activation_bits == 16
+        rounds = mode == "qspec" and self.scheme.activation_bits == 16
+        return self.with_activations(4) if rounds else self
 
     def for_scheme(self, scheme: WeightScheme | None, name: str) -> Weight:
         """Return the weight with a plan's activation bits.
@@ -288,7 +286,7 @@ class AtomTiles(AtomWeight):
     def multiply(
         self, x_MK: Tensor, bias: Tensor | None, residual_MN: Tensor | None, into_residual: bool
     ) -> Tensor:
-        """Round x and multiply; one opaque operator to torch.compile."""
+        """Round x and multiply by Hopper's kernels; one opaque operator to torch.compile."""
         if not x_MK.is_cuda:
             y_MN = atom_linear_reference(x_MK, self, bias)
         elif torch.compiler.is_compiling():
@@ -317,18 +315,18 @@ class AtomTiles(AtomWeight):
 
     @property
     def kernel_form(self) -> KernelForm:
-        """By how inputs are rounded."""
+        """The lines of the table for how inputs are rounded."""
         if self.scheme.activation_bits == 16:
             return KernelForm.ATOM_TILES_A16
         return KernelForm.ATOM_INTEGER if self.scheme.integer_scales else KernelForm.ATOM_TILES
 
     @property
     def takes_rounded_tokens(self) -> bool:
-        """They are in its form."""
+        """Whether Hopper's kernels round its inputs as they make them: they do."""
         return True
 
     def packed(self) -> AtomTiles:
-        """It is packed."""
+        """Return the weight itself, which is in Hopper's form."""
         return self
 
     def as_plain(self) -> AtomWeight:
@@ -529,7 +527,7 @@ def rounded_linear(
     steps: Tensor | None = None,
     unit: Tensor | None = None,
 ) -> Tensor:
-    """The rounding of inputs and the product with words of the Hopper form."""
+    """Round x and multiply it by a weight in Hopper's form, given as tensors and scheme fields."""
     from llmpq.kernels.atom.hopper import tiles_linear
 
     scheme = AtomScheme(

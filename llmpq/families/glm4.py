@@ -1,6 +1,6 @@
 """GLM-4: norms before and behind attention and MLP, half of each head's channels rotated in pairs.
 
-    x += norm(o(attention(...)) of norm(x));  x += norm(down(silu(gate) * up)) of norm(x)
+    x += norm(o(attention(norm(x))));  x += norm(down(silu(gate(n)) * up(n))), n = norm(x)
 
 GLM (`glm`, GLM-4-9b of 2024) is the same without the norms behind. Gate and up are stored as one.
 GLM-4.1V's text has biases of queries, keys and values in every size.

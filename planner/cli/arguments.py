@@ -28,10 +28,14 @@ DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
 COMMANDS = ("plan", "fits", "simulate", "costs", "check", "verify", "export", "devices", "models")
 CPU_ACTIVATIONS = (
-    "on CPUs, inputs of 3-, 4- and 8-bit weights: exact (16 bits) or rounded to int8 (exact)"
+    "on CPUs, inputs of 3-, 4- and 8-bit weights: exact (16 bits, the default) or rounded to int8"
 )
-PROBE_CPU = "measure this machine's CPU first, some two seconds, for its CPUs; kept for later"
-HEAD_BITS = "bits of the output matrix (8 on CPUs with --bits of 8 or fewer, else 16); not in omega"
+PROBE_CPU = (
+    "measure this machine's CPU first (about 2 s), where it is planned for; the result is stored"
+)
+HEAD_BITS = (
+    "bits of the output matrix (8 on CPUs with --bits of 8 or fewer, else 16); not in the loss"
+)
 THETA_OUT = "leave that out"
 GROUP_SIZES = "weights that share a scale: 128, 64, 32 (slower on GPUs), or 0 for a channel"
 NOTES = """\
@@ -239,7 +243,7 @@ def _how_to_choose(section: Section) -> None:
         lambda a: a.quality_budget is None, "with --quality-budget", "leave --quality-budget out"
     )
     front = Only(lambda a: a.pareto, "without --pareto", "add --pareto")
-    omega = "omega.json of llmpq-profile indicator: what each layer loses at each precision"
+    omega = "omega.json of llmpq-profile indicator: each layer's quality loss at each precision"
     section.flag("--omega-file", metavar="FILE", help=omega)
     section.flag(
         "--prefer",
@@ -252,14 +256,16 @@ def _how_to_choose(section: Section) -> None:
         "--theta",
         type=float,
         only=(no_front, no_budget),
-        help="paper's form, instead: seconds one unit of omega is worth, in the indicator's unit",
+        help="paper's form, instead: seconds that one unit of quality loss (omega) is worth",
     )
     budget = (
         "the fastest plan that loses no more than this (0: nothing, 1: as all at 4 bits; in the "
         "unit of --omega-file where there is one)"
     )
     section.flag("--quality-budget", type=float, metavar="LOSS", help=budget)
-    section.flag("--pareto", action="store_true", help="list the front of time and sum omega")
+    section.flag(
+        "--pareto", action="store_true", help="list the Pareto front of time and quality loss"
+    )
     points = f"points at most (default {DEFAULT_POINTS})"
     section.flag("--pareto-points", type=int, only=front, help=points)
     bits = "precisions allowed, such as 4,8,16 or w8a8,w4a16 (default: all but 3 bits)"
@@ -505,7 +511,7 @@ def costs_parser() -> CommandParser:
     which.flag("--kind", daily=True, metavar="CARD", help=kind)
     dtype = "of 16-bit values (the model's own)"
     which.flag("--dtype", type=full_dtype, choices=DTYPES, default="auto", help=dtype)
-    merge = "add to the file that is there, other cards say, instead of writing it anew"
+    merge = "add to a file that exists, such as the times of another card, instead of replacing it"
     which.flag("--merge", daily=True, action="store_true", help=merge)
     which.flag("-o", "--output", daily=True, metavar="FILE", help="costs.json to write")
     return parser

@@ -180,6 +180,7 @@ class FrontRow:
     time_s: float
     omega: float
     number: int
+    """Which of the plans it is."""
 
 
 def worth_listing(rows: Sequence[FrontRow], unit: float) -> list[FrontRow]:

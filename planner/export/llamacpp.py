@@ -40,6 +40,7 @@ from llmpq.planner.export.result import (
 from llmpq.precision import KVPrecision, Precision
 
 PORT = 50052
+"""Where rpc-server listens, by default."""
 PCI_ORDER = "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
 """Numbers GPUs as nvidia-smi does; by default CUDA begins with the fastest."""
 BACKENDS = {"NVIDIA": "CUDA", "AMD": "ROCm", "Intel": "SYCL", "Apple": "MTL"}
@@ -60,8 +61,9 @@ NARROW_TYPES = {
 }
 """Types of blocks of 32, for rows that are not whole blocks of 256."""
 _KEPT_BITS = {Precision.W8A16, Precision.W4A16}
-"""At which layers keep codes of MXFP4."""
+"""Precisions at which layers keep the MXFP4 codes that their checkpoint has."""
 GGUF_FILES = {"q8_0": "Q8_0", "q4_k": "Q4_K_S", "q3_k": "Q3_K_S", "q4_0": "Q4_0"}
+"""A tensor type -> the file type that llama-quantize takes as its last word."""
 CACHE_TYPES = {KVPrecision.KV8: "q8_0", KVPrecision.KV4: "q4_0", KVPrecision.KV2: "q4_0"}
 PLAIN_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 

@@ -1,5 +1,7 @@
 """What an engine takes for its rows: proven lower bounds at once, plans by the exact search.
 
+An engine is given as a vector of counts: how many devices of each class it has (count_vectors.py).
+
 An engine that has no memory for all its rows at once runs them in waves, one after the other, each
 of as many rows. Prices are kept: engines of alike devices are solved once.
 """
@@ -23,7 +25,8 @@ from llmpq.planner.solving.plan_search import Solved, best_plan, variants_with_r
 from llmpq.planner.work_clock import now_s
 
 GRID, MOST_SIZES = 1.1, 40
-"""Ratio of the batches at which times of layers are looked up, larger where they were too many."""
+"""Ratio of neighbouring batches for which lower bounds are kept, and how many batches at most: with
+more, the ratio is larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,7 @@ class EnginePrices:
         self.vectors, self.options = vectors, replace(options, prefer=None)
         self.deadline_s, self._engine_s = deadline_s, engine_s
         self.known: dict[Vector, dict[int, EnginePrice]] = {}
-        """By rows, of canonical vectors."""
+        """Canonical vector -> rows -> price."""
         listed = list(dict.fromkeys(map(vectors.canonical, vectors.vectors)))
         self._floors = EngineFloors(self.p, listed, options.kvs, options.budget)
         self._parts: dict[Vector, Problem] = {}
@@ -93,7 +96,7 @@ class EnginePrices:
         return own[rows]
 
     def most(self, v: Vector, below: float) -> int:
-        """Return rows above which an engine is proven to take `below` or more."""
+        """Return the rows beyond which an engine's value is proven to be `below` or more."""
         v = self.vectors.canonical(v)
         cap = self.rows
         for rows, price in self.known.get(v, {}).items():

@@ -150,7 +150,9 @@ def run_parser() -> CommandParser:
     )
     dtype = "default: the model's, but float32 on a file's CPUs"
     what.flag("--dtype", type=full_dtype, choices=DTYPES, help=dtype)
-    rounded = "on CPUs, inputs of 3-, 4- and 8-bit weights, as in the plan: exact or int8 (exact)"
+    rounded = (
+        "on CPUs, inputs of 3-, 4- and 8-bit weights, as in the plan: exact (the default) or int8"
+    )
     choices = ("exact", "int8")
     what.flag("--cpu-activations", choices=choices, default="exact", help=rounded)
     what.flag("--verify", default="", help="also time verifying of this many tokens: 2,4")
@@ -201,7 +203,7 @@ def tune_parser() -> CommandParser:
     """Return the flags of `llmpq-profile tune`."""
     parser = CommandParser(
         "llmpq-profile tune",
-        "Find the fastest products of a model on this GPU; llmpq-dist uses what is found.",
+        "Find the fastest matmul kernels for a model on this GPU; llmpq-dist uses what is found.",
         example="llmpq-profile tune --model DIR --plan plan.json",
     )
     what = parser.section("what to tune")
@@ -242,7 +244,7 @@ def indicator_parser() -> CommandParser:
     """Return the flags of `llmpq-profile indicator`."""
     parser = CommandParser(
         "llmpq-profile indicator",
-        "Measure omega, what each layer loses at each precision: omega.json.",
+        "Measure omega, the quality loss of each layer at each precision: omega.json.",
         example="llmpq-profile indicator --model DIR --text sample.txt -o omega.json",
         notes="Plan with the file: llmpq-algo --omega-file omega.json",
     )
@@ -286,7 +288,7 @@ def indicator_parser() -> CommandParser:
         choices=("group", "tensor"),
         default="group",
         only=_kinds("variance"),
-        help="a step per stored group (default), or per matrix as in the paper",
+        help="one quantisation step per stored group (default), or per matrix as in the paper",
     )
     what.flag("--seed", type=int, default=0, only=_kinds("random"), help="of --kind random")
     what.flag("-o", "--output", type=Path, required=True, help="omega.json to write")

@@ -97,7 +97,7 @@ def _observed(
 
     from llmpq.profiler.quality.observation import cut_windows, observe
     from llmpq.runtime.backends.backend import usable_device
-    from llmpq.runtime.weights.dequantized_source import open_dequantized
+    from llmpq.runtime.weights.quantized_checkpoint import open_dequantized
 
     if request.text is None:
         raise ValueError(f"--kind {request.kind} needs calibration text: give --text FILE")

@@ -101,7 +101,7 @@ def quantize(request: QuantizeRequest) -> int:
     from llmpq.profiler.cli.quantize import QuantizeProgress
     from llmpq.profiler.quantize.whole_model import quantize_model
     from llmpq.runtime.backends.backend import usable_device
-    from llmpq.runtime.weights.dequantized_source import open_dequantized
+    from llmpq.runtime.weights.quantized_checkpoint import open_dequantized
 
     device = usable_device(request.device)
     if request.output.exists() and not request.output.is_dir():

@@ -16,12 +16,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from llmpq.kernels.kv.reference import Scoring
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.fresh_attention import FreshAttention
+from llmpq.runtime.cache.kv_cache import AttentionInputs
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
@@ -33,18 +33,10 @@ WINDOWS_AT_ONCE = 4
 class _Recorded(FreshAttention):
     """Attention within windows; it holds the keys and values [B, Q, G, D] of the last layer."""
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: Step) -> Tensor:
         """As `FreshAttention.attend`."""
-        self.k_BQGD, self.v_BQGD = k_BQGD, v_BQGD
-        return super().attend(layer, q_BQHD, k_BQGD, v_BQGD, step, scoring)
+        self.k_BQGD, self.v_BQGD = inputs.k_BQGD, inputs.v_BQGD
+        return super().attend(layer, inputs, step)
 
 
 class Observer(Protocol):

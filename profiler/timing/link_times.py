@@ -24,8 +24,8 @@ from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.launch.stages.stage_host import talk_over
 from llmpq.runtime.links.device_links import connect_devices
 from llmpq.runtime.links.transport import GlooTransport, MessageSizes, join_gloo, more_connections
-from llmpq.runtime.request import StepKind
-from llmpq.runtime.step import StepMessage, message_of_rows
+from llmpq.runtime.request import StepKind, StepMessage
+from llmpq.runtime.step import message_of_rows
 
 ROWS = 8
 TOKENS = (1, 8, 64, 256)

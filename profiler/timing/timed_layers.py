@@ -32,9 +32,9 @@ from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
-from llmpq.runtime.request import PagedRow, StepKind
+from llmpq.runtime.request import PagedRow, StepKind, StepMessage
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import StepMessage, message_of_rows
+from llmpq.runtime.step import message_of_rows
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import first_seen_block, pool_blocks
 from llmpq.sizes.pool_size import PoolSize

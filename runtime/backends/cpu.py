@@ -25,19 +25,16 @@ from llmpq.kernels.cpu.native_layer import (
     MixerInput,
     NativeLayer,
     NativeStack,
-    PoolPlace,
     RecurrentForm,
     StatePlace,
     StatePlaces,
     native_layer,
 )
-from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.kernels.native.freed_memory import give_back_freed_memory
 from llmpq.kernels.weights.dense_weight import DenseWeight
 from llmpq.kernels.weights.weight import Weight
 from llmpq.runtime.backends.stage_runner import StageRunner
-from llmpq.runtime.cache.cpu_paged_kv import CpuPagedKV
-from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
+from llmpq.runtime.cache.kv_cache import AttentionInputs, KVCache, PagedKV
 from llmpq.runtime.cache.recurrent_states import RecurrentStates
 from llmpq.runtime.models.layers import Attention, DecoderLayer, PlainLayers
 from llmpq.runtime.models.linear import Linear
@@ -92,12 +89,12 @@ class NativeLayers(PlainLayers):
             return y
         angles = None if mixer.rotary is None else mixer.rotary.angles(step, x_BQh)
         scoring = mixer.scoring_of(step)
-        place = _place(kv, index, step, scoring.rule)
+        place = kv.place_of_tokens(index, step, scoring.rule)
         if place is not None:
             native.whole(x_BQh, y, angles, place)
             return y
         q, k, v, gate = native.before(x_BQh, angles)
-        attended = kv.attend(index, q, k, v, step, scoring)
+        attended = kv.attend(index, AttentionInputs(q, k, v, scoring), step)
         native.behind(attended if gate is None else attended * gate.sigmoid(), x_BQh, y)
         return y
 
@@ -105,15 +102,17 @@ class NativeLayers(PlainLayers):
         self, layers: Sequence[DecoderLayer], x_BQh: Tensor, step: Step, kv: KVCache
     ) -> Tensor | None:
         """Return what one call makes of a token a row; None where it cannot."""
-        stack = self._stack(layers) if isinstance(kv, CpuPagedKV) else None
-        if stack is None or not isinstance(kv, CpuPagedKV) or not stack.takes(x_BQh):
-            return None
         attention = next((m for m in map(_mixer, layers) if isinstance(m, Attention)), None)
         pools = states = None
+        if attention is None and kv.states is None:
+            return None  # windows of calibration: no cache keeps states
         if attention is not None:
             pools = kv.places_of_tokens(step)
             if pools is None or attention.grows(step):
                 return None
+        stack = self._stack(layers)
+        if stack is None or not stack.takes(x_BQh):
+            return None
         if kv.states is not None:
             states = _state_places(kv.states, step, x_BQh)
             if states is None:
@@ -150,12 +149,6 @@ class NativeLayers(PlainLayers):
             known = None if form is None else native_layer(form)
             self._known[layer] = tuple(linear.weight for linear in linears), known
         return known
-
-
-def _place(kv: KVCache, index: int, step: Step, rule: ScoreRule) -> PoolPlace | None:
-    if not isinstance(kv, CpuPagedKV):
-        return None
-    return kv.place_of_tokens(index, step, rule)
 
 
 def _state_place(mixer: RecurrentMixer, step: Step, kv: KVCache, x: Tensor) -> StatePlace | None:

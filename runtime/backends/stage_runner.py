@@ -27,8 +27,8 @@ from llmpq.runtime.drafts.mtp_drafts import MtpDrafts
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.ruled_sampling import ConstrainedSampler
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.step import RaggedStep, StepMessage, message_of_rows
+from llmpq.runtime.request import PagedRow, StepKind, StepMessage
+from llmpq.runtime.step import RaggedStep, message_of_rows
 from llmpq.runtime.trace import KindTotals
 from llmpq.sizes.pool_size import READS_KV4, PoolSize, draft_pool, mtp_pool
 from llmpq.sizes.state_size import NOTED_TOKENS

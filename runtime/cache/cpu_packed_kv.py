@@ -10,20 +10,18 @@ Legend: T tokens of a step, Q tokens of a row, H query heads, G key/value heads,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache, StepPlan
-from llmpq.kernels.kv.reference import Scoring
 from llmpq.kernels.kv.step_view import completed_blocks
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.cache.kv_cache import AttentionInputs, PagedKV
 from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import RaggedStep, Span, Step
+from llmpq.runtime.step import RaggedStep, Span
 from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_blocks
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.workspace import QUERIES_AT_ONCE
@@ -37,7 +35,7 @@ def _pieces(span: Span) -> list[Span]:
     ]
 
 
-class CpuPackedKV(PagedKV):
+class CpuPackedKV(PagedKV[RaggedStep]):
     """Packed keys and values of one stage, the newest tokens in 16 bits."""
 
     def __init__(
@@ -87,32 +85,23 @@ class CpuPackedKV(PagedKV):
             if row.resumes:
                 self._resume(row.slot, start)
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: RaggedStep) -> Tensor:
         """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
-        assert isinstance(step, RaggedStep)
+        q_BQHD, scoring = inputs.q_BQHD, inputs.scoring
         if step is not self._step:
             self._step, self._parts = step, self._planned(step)
         shape = (*q_BQHD.shape[:2], scoring.rule.heads_of(q_BQHD), q_BQHD.shape[3])
         out = torch.zeros(shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
         for spans, plan in self._parts:
             places = torch.tensor([range(s.first, s.first + s.count) for s in spans])
-            q, k, v = (x[0, places] for x in (q_BQHD, k_BQGD, v_BQGD))
+            q, k, v = (x[0, places] for x in (q_BQHD, inputs.k_BQGD, inputs.v_BQGD))
             for row, span in enumerate(spans):
                 self._keep_behind(layer, span, k[row], v[row])
             out[0, places] = self.cache.run(plan, layer, q, k, v, scoring)
         return out
 
-    def keep_for_readers(self, layer: int, step: Step) -> None:
+    def keep_for_readers(self, layer: int, step: RaggedStep) -> None:
         """Keep the newest tokens of a layer as they are before the chunks of a step."""
-        assert isinstance(step, RaggedStep)
         rings = self.cache.layers[layer]
         step.memo[f"rings {id(rings)}"] = [
             (span.slot, rings.k_ring_SGRD[span.slot].clone(), rings.v_ring_SGRD[span.slot].clone())
@@ -120,25 +109,15 @@ class CpuPackedKV(PagedKV):
             if span.count > 1
         ]
 
-    def attend_again(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-        **options: Any,
-    ) -> Tensor:
+    def attend_again(self, layer: int, inputs: AttentionInputs, step: RaggedStep) -> Tensor:
         """Return the attention of other queries; the step is appended again to what it found."""
         rings = self.cache.layers[layer]
         for slot, keys, values in step.memo[f"rings {id(rings)}"]:
             rings.k_ring_SGRD[slot], rings.v_ring_SGRD[slot] = keys, values
-        return self.attend(layer, q_BQHD, k_BQGD, v_BQGD, step, scoring, **options)
+        return self.attend(layer, inputs, step)
 
-    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
+    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: RaggedStep) -> None:
         """Append the step's keys and values; nothing attends to them yet."""
-        assert isinstance(step, RaggedStep)
         self._append(layer, k_BQGD, v_BQGD, step.once("packed parts", lambda: self._planned(step)))
 
     def _append(

@@ -25,10 +25,10 @@ from llmpq.kernels.cpu.native_layer import PoolPlace, PoolPlaces
 from llmpq.kernels.kv.reference import ScoreRule, Scoring, attend_chosen
 from llmpq.kernels.native import huge_pages
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.cache.kv_cache import AttentionInputs, PagedKV
 from llmpq.runtime.models.attention import NEG_INF, sinks_of, with_scores
 from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import RaggedStep, Span, Step
+from llmpq.runtime.step import RaggedStep, Span
 from llmpq.sizes.kv_format import BLOCK_TOKENS, first_seen_block
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.workspace import CHUNK_ELEMENTS, LEAST_KEYS
@@ -128,7 +128,7 @@ PIECE_ELEMENTS = 1 << 22
 """Elements of keys that rows gather together."""
 
 
-class CpuPagedKV(PagedKV):
+class CpuPagedKV(PagedKV[RaggedStep]):
     """Unquantised keys and values: one pool of all layers, or one for each kind of layer."""
 
     def __init__(
@@ -180,19 +180,19 @@ class CpuPagedKV(PagedKV):
         places_N = torch.tensor(pool.places_of(slot, range(count)))
         return pool.k[place][places_N][None], pool.v[place][places_N][None]
 
-    def place_of_tokens(self, layer: int, step: Step, rule: ScoreRule) -> PoolPlace | None:
+    def place_of_tokens(self, layer: int, step: RaggedStep, rule: ScoreRule) -> PoolPlace | None:
         """Return where a step of one token a row goes, if our own code may attend to it there."""
         pool, place = self._layers[layer]
-        if rule.needs_mask or pool.v is pool.k or not isinstance(step, RaggedStep):
+        if rule.needs_mask or pool.v is pool.k:
             return None
         if not step.once("all single", lambda: all(span.count == 1 for span in step.spans)):
             return None
         return PoolPlace(pool.k[place], pool.v[place], *self._places_and_rows(pool, step))
 
-    def places_of_tokens(self, step: Step) -> PoolPlaces | None:
+    def places_of_tokens(self, step: RaggedStep) -> PoolPlaces | None:
         """Return the same of all layers, whose scores are plain or windows'."""
         pools = [self._whole, self._windowed]
-        if self._whole.v is self._whole.k or not isinstance(step, RaggedStep):
+        if self._whole.v is self._whole.k:
             return None
         if not step.once("all single", lambda: all(span.count == 1 for span in step.spans)):
             return None
@@ -215,17 +215,10 @@ class CpuPagedKV(PagedKV):
         places_T = step.once(f"places {pool.window}", lambda: pool.places(step))
         return places_T, step.once(f"blocks 0 {pool.window}", lambda: pool.rows(step.spans))
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: RaggedStep) -> Tensor:
         """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
-        assert isinstance(step, RaggedStep)
+        q_BQHD, k_BQGD, v_BQGD = inputs.q_BQHD, inputs.k_BQGD, inputs.v_BQGD
+        scoring = inputs.scoring
         pool, place = self._layers[layer]
         k_pool, v_pool = pool.k[place], pool.v[place]
         places_T = step.once(f"places {pool.window}", lambda: pool.places(step))

@@ -16,68 +16,44 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
-from llmpq.kernels.kv.reference import Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA
-from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.cache.kv_cache import AttentionInputs, PagedKV, StepT
 from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import Step
 from llmpq.sizes.kv_format import HOLDBACK_TOKENS
 
 
-class ForwardingKV(PagedKV):
+class ForwardingKV(PagedKV[StepT]):
     """A pool whose layers are those of other pools."""
 
     @abstractmethod
-    def part(self, layer: int) -> tuple[PagedKV, int]:
+    def part(self, layer: int) -> tuple[PagedKV[StepT], int]:
         """Return the pool that has a layer, and its place there."""
 
-    def step_of(self, layer: int, step: Step) -> Step:
+    def step_of(self, layer: int, step: StepT) -> StepT:  # type: ignore[misc]
         """Return a step as the layer's own pool takes it."""
         return step
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-        **options: Any,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: StepT) -> Tensor:
         """As of the layer's own pool."""
         kv, place = self.part(layer)
-        return kv.attend(
-            place, q_BQHD, k_BQGD, v_BQGD, self.step_of(layer, step), scoring, **options
-        )
+        return kv.attend(place, inputs, self.step_of(layer, step))
 
-    def keep_for_readers(self, layer: int, step: Step) -> None:
+    def keep_for_readers(self, layer: int, step: StepT) -> None:
         """As of the layer's own pool."""
         kv, place = self.part(layer)
         kv.keep_for_readers(place, self.step_of(layer, step))
 
-    def attend_again(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-        **options: Any,
-    ) -> Tensor:
+    def attend_again(self, layer: int, inputs: AttentionInputs, step: StepT) -> Tensor:
         """As of the layer's own pool."""
         kv, place = self.part(layer)
-        return kv.attend_again(
-            place, q_BQHD, k_BQGD, v_BQGD, self.step_of(layer, step), scoring, **options
-        )
+        return kv.attend_again(place, inputs, self.step_of(layer, step))
 
-    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
+    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: StepT) -> None:
         """As of the layer's own pool."""
         kv, place = self.part(layer)
         kv.append(place, k_BQGD, v_BQGD, self.step_of(layer, step))
@@ -104,15 +80,15 @@ def by_shape(
     return [(parts[shape], shapes[:place].count(shape)) for place, shape in enumerate(shapes)]
 
 
-class KVByShape(ForwardingKV):
+class KVByShape(ForwardingKV[StepT]):
     """Pools of layers of unlike heads as one."""
 
-    def __init__(self, layers: Sequence[tuple[PagedKV, int]]) -> None:
+    def __init__(self, layers: Sequence[tuple[PagedKV[StepT], int]]) -> None:
         """`layers`: of each its pool and its place there."""
         self._layers = list(layers)
         self._parts = list({id(part): part for part, _ in layers}.values())
 
-    def part(self, layer: int) -> tuple[PagedKV, int]:
+    def part(self, layer: int) -> tuple[PagedKV[StepT], int]:
         """Return the pool of layers of its shape, and its place there."""
         return self._layers[layer]
 
@@ -135,13 +111,13 @@ class KVByShape(ForwardingKV):
 assert MAX_GAMMA < HOLDBACK_TOKENS, "drafts must never be packed"
 
 
-class DraftedKV(ForwardingKV):
+class DraftedKV(ForwardingKV[StepT]):
     """The model's side: attends to `inner`, keeps `copy` up to date."""
 
-    def __init__(self, inner: PagedKV, copy: PagedKV) -> None:
+    def __init__(self, inner: PagedKV[StepT], copy: PagedKV[StepT]) -> None:
         self.inner, self.copy, self.states = inner, copy, inner.states
 
-    def part(self, layer: int) -> tuple[PagedKV, int]:
+    def part(self, layer: int) -> tuple[PagedKV[StepT], int]:
         """Return the inner one."""
         return self.inner, layer
 
@@ -158,16 +134,7 @@ class DraftedKV(ForwardingKV):
             if row.resumes:
                 self.copy.take_tokens_of(self.inner, row.slot, start)
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-        **options: Any,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: StepT) -> Tensor:
         """Append the step's keys and values to both, then return attention over the inner one."""
-        self.copy.append(layer, k_BQGD, v_BQGD, step)
-        return super().attend(layer, q_BQHD, k_BQGD, v_BQGD, step, scoring, **options)
+        self.copy.append(layer, inputs.k_BQGD, inputs.v_BQGD, step)
+        return super().attend(layer, inputs, step)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llmpq.kernels.kv.reference import Scoring
-from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.kv_cache import AttentionInputs, KVCache
 from llmpq.runtime.models.attention import attend_padded
 from llmpq.runtime.step import Step
 
 
-class FreshAttention(KVCache):
+class FreshAttention(KVCache[Step]):
     """A KV cache that stores nothing: every window is a prompt of its own."""
 
     @property
@@ -18,14 +17,7 @@ class FreshAttention(KVCache):
         """Bytes held."""
         return 0
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: Step) -> Tensor:
         """Return plain causal attention [B, Q, H, D]."""
-        return attend_padded(q_BQHD, k_BQGD, v_BQGD, step, scoring)
+        keys_values = (inputs.k_BQGD, inputs.v_BQGD)
+        return attend_padded(inputs.q_BQHD, *keys_values, step, inputs.scoring)

@@ -12,23 +12,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from llmpq.kernels.kv.paged.paged_rows import Ints, Rows, TokenPlaces
-from llmpq.kernels.kv.reference import Scoring
 from llmpq.runtime.cache.forwarding_kv import DraftedKV, ForwardingKV, KVByShape
-from llmpq.runtime.cache.gpu_packed_kv import turned
+from llmpq.runtime.cache.gpu_packed_kv import rotated
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
-from llmpq.runtime.cache.kv_cache import PagedKV
-from llmpq.runtime.models.rotary import StepRotation
+from llmpq.runtime.cache.kv_cache import AttentionInputs, PagedKV
 from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.step import Step
 
 
-class GpuForwardingKV(ForwardingKV, GpuPagedKVBase):
+class GpuForwardingKV(ForwardingKV[PagedStep], GpuPagedKVBase):
     """Pools whose tables of rows come one behind the other."""
 
     def _forward_to(self, pools: Sequence[GpuPagedKVBase]) -> None:
@@ -70,7 +66,7 @@ class GpuForwardingKV(ForwardingKV, GpuPagedKVBase):
         return where, windowed
 
 
-class GpuKVByShape(KVByShape, GpuForwardingKV):
+class GpuKVByShape(KVByShape[PagedStep], GpuForwardingKV):
     """Pools of layers of unlike heads as one."""
 
     def __init__(self, layers: Sequence[tuple[PagedKV, int]]) -> None:
@@ -79,9 +75,8 @@ class GpuKVByShape(KVByShape, GpuForwardingKV):
         assert len(pools) == len(self._parts), "pools of GPUs and of hosts are never mixed"
         self._forward_to(pools)
 
-    def step_of(self, layer: int, step: Step) -> PagedStep:
+    def step_of(self, layer: int, step: PagedStep) -> PagedStep:
         """Return a step with the rows of the kernels of a layer's shape."""
-        assert isinstance(step, PagedStep)
         at = next(i for i, pool in enumerate(self._pools) if pool is self._layers[layer][0])
         first, last = self._split_ends[at : at + 2]
         rows_FR = step.rows_FR[self._fields[at] : self._fields[at + 1]]
@@ -91,31 +86,16 @@ class GpuKVByShape(KVByShape, GpuForwardingKV):
         )
 
 
-class GpuDraftedKV(DraftedKV, GpuForwardingKV):
+class GpuDraftedKV(DraftedKV[PagedStep], GpuForwardingKV):
     """The model's side: attends to `inner`, keeps `copy` up to date."""
 
     def __init__(self, inner: GpuPagedKVBase, copy: GpuPagedKVBase) -> None:
         super().__init__(inner, copy)
         self._forward_to([inner])
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-        *,
-        rotation: StepRotation | None = None,
-        **options: Any,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: PagedStep) -> Tensor:
         """Append the step's keys and values to both, then return attention over the inner one.
 
-        With `rotation` queries and keys get their positions first, which both pools need.
+        Queries and keys get their positions first, which both pools need.
         """
-        assert isinstance(step, PagedStep)
-        if rotation is not None:
-            q_THD, k_TGD, v_TGD = turned(q_BQHD[0], k_BQGD[0], v_BQGD[0], step, rotation)
-            q_BQHD, k_BQGD, v_BQGD = q_THD[None], k_TGD[None], v_TGD[None]
-        return super().attend(layer, q_BQHD, k_BQGD, v_BQGD, step, scoring, **options)
+        return super().attend(layer, rotated(inputs, step), step)

@@ -29,17 +29,14 @@ from llmpq.kernels.kv.paged.packed_pages import (
 )
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged.paged_rows import Ints, TokenPlaces
-from llmpq.kernels.kv.reference import Scoring
 from llmpq.kernels.kv.storage import KVLayer
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers, write_blocks
-from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.cache.kv_cache import AttentionInputs, PagedKV
 from llmpq.runtime.device_copies import upload
-from llmpq.runtime.models.rotary import StepRotation
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import Step
 from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize
 
@@ -114,25 +111,16 @@ class GpuPackedKV(GpuPagedKVBase):
         values: Numbers = self.launches.work_split(table)
         return values
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-        *,
-        rotation: StepRotation | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: PagedStep) -> Tensor:
         """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
-        assert isinstance(step, PagedStep)
-        q_THD, k_TGD, v_TGD = q_BQHD[0], k_BQGD[0], v_BQGD[0]
+        rotation, scoring = inputs.rotation, inputs.scoring
         if rotation is not None and (step.chunks or rotation.inv_freq.dim() > 1):
-            q_THD, k_TGD, v_TGD = turned(q_THD, k_TGD, v_TGD, step, rotation)
-            rotation = None
+            inputs, rotation = rotated(inputs, step), None
         out_THD = attend_packed_pages(
-            *(q_THD, k_TGD, v_TGD, self._layers[layer]),
+            inputs.q_BQHD[0],
+            inputs.k_BQGD[0],
+            inputs.v_BQGD[0],
+            self._layers[layer],
             self._rows(step),
             self.launches,
             scale=scoring.scale,
@@ -152,33 +140,22 @@ class GpuPackedKV(GpuPagedKVBase):
             chunks=step.chunks,
         )
 
-    def keep_for_readers(self, layer: int, step: Step) -> None:
+    def keep_for_readers(self, layer: int, step: PagedStep) -> None:
         """Keep a layer's newest tokens as they are before the chunks of a step."""
-        assert isinstance(step, PagedStep)
         if step.chunks:
             rings = [ring[layer].clone() for ring in self._rings]
             step.memo[f"rings {id(self)} {layer}"] = rings
 
-    def attend_again(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-        **options: Any,
-    ) -> Tensor:
+    def attend_again(self, layer: int, inputs: AttentionInputs, step: PagedStep) -> Tensor:
         """Return the attention of other queries; the step is appended again to what it found."""
         for ring, kept in zip(
             self._rings, step.memo.get(f"rings {id(self)} {layer}", ()), strict=False
         ):
             ring[layer].copy_(kept)
-        return self.attend(layer, q_BQHD, k_BQGD, v_BQGD, step, scoring, **options)
+        return self.attend(layer, inputs, step)
 
-    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
+    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: PagedStep) -> None:
         """Append the step's keys, with their positions, and values; nothing attends to them yet."""
-        assert isinstance(step, PagedStep)
         self._append(layer, k_BQGD[0], v_BQGD[0], self._rows(step))
 
     def take_tokens_of(self, other: PagedKV, slot: int, count: int) -> None:
@@ -215,17 +192,20 @@ class GpuPackedKV(GpuPagedKVBase):
             ring[:, slot].index_copy_(2, places, behind[:, block])
 
 
-def turned(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, step: PagedStep, rotation: StepRotation
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a step's queries and keys rotated, and its values."""
+def rotated(inputs: AttentionInputs, step: PagedStep) -> AttentionInputs:
+    """Return a step's inputs with the positions that its queries and keys have yet to get."""
+    rotation = inputs.rotation
+    if rotation is None:
+        return inputs
+    q_THD, k_TGD, v_TGD = inputs.q_BQHD[0], inputs.k_BQGD[0], inputs.v_BQGD[0]
     # They lie as a pool of blocks of one token, in the step's order.
     shape = (*k_TGD.shape[:2], 1, k_TGD.shape[2])
     k_new, v_new = (torch.empty(shape, dtype=k_TGD.dtype, device=k_TGD.device) for _ in "kv")
     places_T = step.once("new places", lambda: _new_places(step.where))
     at = (places_T, step.where.positions_T, rotation.inv_freq, rotation.factor)
     q_THD = rope_append_pages(q_THD, k_TGD, v_TGD, k_new, v_new, *at)
-    return q_THD, k_new[:, :, 0], v_new[:, :, 0]
+    k_BQGD, v_BQGD = k_new[None, :, :, 0], v_new[None, :, :, 0]
+    return AttentionInputs(q_THD[None], k_BQGD, v_BQGD, inputs.scoring)
 
 
 def _new_places(where: TokenPlaces) -> Tensor:

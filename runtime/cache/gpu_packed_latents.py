@@ -14,13 +14,11 @@ from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.paged.packed_latent_pages import append_packed_latents, attend_packed_latents
 from llmpq.kernels.kv.paged.packed_pages import PackedRows
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan
-from llmpq.kernels.kv.reference import Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
-from llmpq.runtime.models.rotary import StepRotation
+from llmpq.runtime.cache.kv_cache import AttentionInputs
 from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.step import Step
 
 
 class GpuPackedLatents(GpuPackedKV):
@@ -38,22 +36,12 @@ class GpuPackedLatents(GpuPackedKV):
     def _append(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, rows: PackedRows) -> None:
         append_packed_latents(k_TGD[:, 0], self._layers[layer], rows, self._fmt)
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-        *,
-        rotation: StepRotation | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: PagedStep) -> Tensor:
         """Append the step's latents (their positions are in them), return sums [1, T, H, rank]."""
-        assert isinstance(step, PagedStep) and rotation is None and scoring.rule.is_plain
+        assert inputs.rotation is None and inputs.scoring.rule.is_plain
         out_THV = attend_packed_latents(
-            *(q_BQHD[0], k_BQGD[0, :, 0], self._layers[layer]),
+            *(inputs.q_BQHD[0], inputs.k_BQGD[0, :, 0], self._layers[layer]),
             *(self._rows(step), self.launches, self._fmt),
-            scale=scoring.scale,
+            scale=inputs.scoring.scale,
         )
         return out_THV[None]

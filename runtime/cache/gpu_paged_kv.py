@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +37,9 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers, tokens_of, write_blocks
 from llmpq.runtime.cache.host_blocks import HostBlocks
-from llmpq.runtime.models.rotary import StepRotation
+from llmpq.runtime.cache.kv_cache import AttentionInputs
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import Step
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize
 
@@ -181,26 +179,18 @@ class GpuPagedKV(GpuPagedKVBase):
             return where, None
         return where, spread(rows_FR, self.windowed.table_SM, num_places, padding_slot=padding_slot)
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-        *,
-        rotation: StepRotation | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: PagedStep) -> Tensor:
         """Append the step's keys and values, then return its causal attention [1, T, H, D].
 
         Keys of whole prompts are rotated where they are, too: they attend to them there.
         """
-        assert isinstance(step, PagedStep)
         pool, place, where = self._pool_of(layer, step)
-        k_TGD, v_TGD = k_BQGD[0], v_BQGD[0]
+        rotation, scoring = inputs.rotation, inputs.scoring
+        k_TGD, v_TGD = inputs.k_BQGD[0], inputs.v_BQGD[0]
         q_THD = rope_append_pages(
-            *(q_BQHD[0], k_TGD, v_TGD),
+            inputs.q_BQHD[0],
+            k_TGD,
+            v_TGD,
             pool.k[place],
             pool.v[place],
             where.places_T,
@@ -210,19 +200,11 @@ class GpuPagedKV(GpuPagedKVBase):
         )
         return self._attended(layer, q_THD, k_TGD, v_TGD, step, scoring)
 
-    def attend_again(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-        **options: Any,
-    ) -> Tensor:
+    def attend_again(self, layer: int, inputs: AttentionInputs, step: PagedStep) -> Tensor:
         """Return the attention of other queries, which have their positions, over a layer."""
-        assert isinstance(step, PagedStep) and options.get("rotation") is None
-        return self._attended(layer, q_BQHD[0], k_BQGD[0], v_BQGD[0], step, scoring)
+        assert inputs.rotation is None
+        heads = (inputs.q_BQHD[0], inputs.k_BQGD[0], inputs.v_BQGD[0])
+        return self._attended(layer, *heads, step, inputs.scoring)
 
     def _pool_of(self, layer: int, step: PagedStep) -> tuple[DevicePool, int, TokenPlaces]:
         """Return a layer's pool, its number there, and where the step's tokens go."""

@@ -5,7 +5,6 @@ Legend: T places of a step, R rows, H query heads, G key/value heads, D head_dim
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,17 +12,15 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.kv.paged.paged_rows import FIELDS, Ints, Rows, TokenPlaces, spread
-from llmpq.kernels.kv.reference import Scoring
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.device_copies import upload
-from llmpq.runtime.models.rotary import StepRotation
-from llmpq.runtime.step import Step
+from llmpq.runtime.paged_step import PagedStep
 
 Numbers = Sequence[int] | Ints
 """Some of what is sent of a step; of thousands an array, for lists of them take milliseconds."""
 
 
-class GpuPagedKVBase(PagedKV):
+class GpuPagedKVBase(PagedKV[PagedStep]):
     """A stage's pool on a GPU, its block tables on the device."""
 
     columns: int
@@ -65,23 +62,6 @@ class GpuPagedKVBase(PagedKV):
     ) -> tuple[TokenPlaces, TokenPlaces | None]:
         """Return where a step's tokens stand; also in the pool of windows, if there is one."""
         return spread(rows_FR, self._table_SM, num_places, padding_slot=padding_slot), None
-
-    @abstractmethod
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-        *,
-        rotation: StepRotation | None = None,
-    ) -> Tensor:
-        """Append the step's keys and values, then return its causal attention [1, T, H, D].
-
-        With `rotation` queries and keys come without their positions.
-        """
 
     @property
     def pages(self) -> GpuPagedKVBase:

@@ -14,15 +14,13 @@ from torch import Tensor
 
 from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan, attend_latent_pages
-from llmpq.kernels.kv.reference import Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, tokens_of, write_blocks
 from llmpq.runtime.cache.host_blocks import HostBlocks
-from llmpq.runtime.models.rotary import StepRotation
+from llmpq.runtime.cache.kv_cache import AttentionInputs
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import Step
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize
 
@@ -66,25 +64,15 @@ class GpuPagedLatents(GpuPagedKVBase):
         k_NGD = tokens_of(pool, self._table_SM[slot], count)
         return k_NGD[None], k_NGD[None]
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-        *,
-        rotation: StepRotation | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: PagedStep) -> Tensor:
         """Append the step's latents (their positions are in them), return sums [1, T, H, rank]."""
-        assert isinstance(step, PagedStep) and rotation is None and scoring.rule.is_plain
-        pool, new_TGD = self._pool[layer], k_BQGD[0].contiguous()
+        assert inputs.rotation is None and inputs.scoring.rule.is_plain
+        pool, new_TGD = self._pool[layer], inputs.k_BQGD[0].contiguous()
         at = (step.where.places_T, step.where.positions_T, None)
         rope_append_pages(new_TGD, new_TGD, new_TGD, pool, pool, *at)
         out_THV = attend_latent_pages(
-            *(q_BQHD[0], pool, step.rows_FR, self._table_SM, self.launches),
-            scale=scoring.scale,
+            *(inputs.q_BQHD[0], pool, step.rows_FR, self._table_SM, self.launches),
+            scale=inputs.scoring.scale,
             chunks=step.chunks,
         )
         return out_THV[None]

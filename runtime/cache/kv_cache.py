@@ -7,20 +7,39 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import Tensor
 
-from llmpq.kernels.kv.reference import Scoring
+from llmpq.kernels.kv.reference import ScoreRule, Scoring
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
 
 if TYPE_CHECKING:
+    from llmpq.kernels.cpu.native_layer import PoolPlace, PoolPlaces
     from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
     from llmpq.runtime.cache.recurrent_states import RecurrentStates
+    from llmpq.runtime.models.rotary import StepRotation
+
+StepT = TypeVar("StepT", bound=Step, contravariant=True)
+"""The type of steps that a cache takes: `RaggedStep` on CPUs, `PagedStep` on GPUs."""
 
 
-class KVCache(ABC):
+@dataclass(frozen=True, eq=False, slots=True)
+class AttentionInputs:
+    """A layer's queries of a step, the keys and values to append, and how scores are made."""
+
+    q_BQHD: Tensor
+    k_BQGD: Tensor
+    v_BQGD: Tensor
+    scoring: Scoring
+    rotation: StepRotation | None = None
+    """The positions that queries and keys have yet to get, from the cache; None: they have them.
+    Pools of a GPU alone rotate."""
+
+
+class KVCache(ABC, Generic[StepT]):
     """Keys and values of the layers of one stage that have any; those count from 0 within it."""
 
     states: RecurrentStates | None = None
@@ -37,35 +56,29 @@ class KVCache(ABC):
         return self.nbytes + (0 if self.states is None else self.states.nbytes)
 
     @abstractmethod
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: StepT) -> Tensor:
         """Append the step's keys and values, then return its causal attention [B, Q, H, D]."""
 
-    def keep_for_readers(self, layer: int, step: Step) -> None:  # noqa: B027
+    def place_of_tokens(self, layer: int, step: StepT, rule: ScoreRule) -> PoolPlace | None:
+        """Return where a step of one token a row goes, if our own CPU code may attend to it there.
+
+        `rule`: how the layer's scores are made.
+        """
+        return None
+
+    def places_of_tokens(self, step: StepT) -> PoolPlaces | None:
+        """Return the same of all layers, whose scores are plain or windows'."""
+        return None
+
+    def keep_for_readers(self, layer: int, step: StepT) -> None:  # noqa: B027
         """Keep what a step of a layer overwrites and `attend_again` needs."""
 
-    def attend_again(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-        **options: Any,
-    ) -> Tensor:
+    def attend_again(self, layer: int, inputs: AttentionInputs, step: StepT) -> Tensor:
         """Return the attention of other queries over a layer that has had the step already.
 
         Its keys and values are appended again, which leaves the cache as it is.
         """
-        return self.attend(layer, q_BQHD, k_BQGD, v_BQGD, step, scoring, **options)
+        return self.attend(layer, inputs, step)
 
     @property
     def pages(self) -> GpuPagedKVBase | None:
@@ -73,14 +86,14 @@ class KVCache(ABC):
         return None
 
 
-class PagedKV(KVCache):
+class PagedKV(KVCache[StepT]):
     """A stage's pool of blocks; rows have any lengths, packed as [1, T]."""
 
     @abstractmethod
     def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
         """Take note of the blocks that a step's rows got, before the step runs."""
 
-    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
+    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: StepT) -> None:
         """Append the step's keys and values; packed pools only, as copies for drafts."""
         raise NotImplementedError(f"{type(self).__name__} is no copy of another pool")
 

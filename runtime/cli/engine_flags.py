@@ -65,7 +65,10 @@ def add_engine_flags(
         options |= {"dest": name, "default": default}
         if types[name] is bool:
             if default:
-                flag, options["help"] = f"--no-{name.replace('_', '-')}", f"not: {options['help']}"
+                flag, options["help"] = (
+                    f"--no-{name.replace('_', '-')}",
+                    f"do not {options['help']}",
+                )
             options["action"] = "store_false" if default else "store_true"
         elif name in choices() and name != "speculate":
             options["choices"] = choices()[name]

@@ -21,7 +21,7 @@ commands, each with its own --help (flags alone mean `run`):
   run     a file of prompts                 doctor   what this machine can run, and what fits
   serve   OpenAI's API and a page to chat   bench    the speed of equally long prompts
   chat    in the terminal                   eval     how well a text is predicted (perplexity)
-  check   whether a plan can run here       report   what of a run may be shown to others
+  check   whether a plan can run here       report   a run's report, fit to be shared
   convert pytorch_model.bin as safetensors  devices  add one to, or drain one of, a run or server
 Make a plan: llmpq-algo --model DIR --cluster my.yaml -o plan.json"""
 
@@ -77,7 +77,7 @@ def run_parser() -> CommandParser:
     job.flag(
         "--tune",
         action="store_true",
-        help="find the fastest products on this machine's GPU first (90 s at most) and store them",
+        help="find the fastest matmul kernels for this GPU first, and store them (90 s at most)",
     )
     add_engine_flags(
         job,

@@ -33,7 +33,7 @@ JOB: Mapping[str, Any] = {
 DTYPES = ("float16", "bfloat16", "float32")
 Dtype = Literal["float16", "bfloat16", "float32"]
 CPU_ACTIVATIONS = (
-    "on CPUs, inputs of 3-, 4- and 8-bit weights: exact (16 bits) or rounded to int8 (exact)"
+    "on CPUs, inputs of 3-, 4- and 8-bit weights: exact (16 bits, the default) or rounded to int8"
 )
 HEAD_BITS = "bits of the output matrix (8 on CPUs where layers have 8 or fewer, else 16)"
 EVAL_HEAD_BITS = "bits of the output matrix (the plan's, or 16: only layers are quantised)"
@@ -195,7 +195,7 @@ def doctor_parser() -> CommandParser:
     context = "tokens of a request, such as 32k (8k, or the model's longest)"
     fit.flag("--context", daily=True, type=token_count, only=named, metavar="N", help=context)
     fit.flag("--batch", daily=True, type=int, default=1, metavar="N", help="requests at once (1)")
-    probe = "measure this machine's CPU for it, some two seconds; kept for later"
+    probe = "measure this machine's CPU for it first (about 2 s); the result is stored"
     fit.flag("--probe-cpu", daily=True, action="store_true", only=named, help=probe)
     return parser
 
@@ -204,7 +204,7 @@ def report_parser() -> CommandParser:
     """Return the flags of `llmpq-dist report`."""
     parser = CommandParser(
         "llmpq-dist report",
-        "Write what of a run's report may be shown: no names, hosts, paths, prompts or answers.",
+        "Write a run's report to be shared: without names, hosts, paths, prompts and answers.",
         example="llmpq-dist report --share report.json -o run.json",
         notes="`llmpq-algo check run.json` computes its prediction again.",
     )
@@ -343,7 +343,7 @@ def _add_how(how: Section) -> None:
         help="jobs that are timed (3); the median counts",
     )
     how.flag("--seed", type=int, default=0, help="of prompts and dummy weights")
-    text = "kill a random stage by this mean interval: stages are restarted, the job goes on"
+    text = "kill a random stage at this mean interval: stages are restarted, the job goes on"
     how.flag("--chaos", type=float, metavar="SECONDS", help=text)
 
 

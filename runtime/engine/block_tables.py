@@ -204,7 +204,6 @@ class BlockTables:
             number=request.id,
             num_prompt=len(request.prompt),
             max_new=request.max_new,
-            stop_ids=request.stop_ids,
         )
         table.num_sampled[row] = len(request.output)
         table.newest[row] = request.output[-1] if request.output else -1
@@ -365,13 +364,13 @@ class BlockTables:
         req.offloaded, req.num_offloaded, req.loads = [], 0, []
 
     def _note_registered(self, req: RunningRequest) -> None:
-        """Enter in the table how many tokens fill a block that others cannot find yet."""
+        """Enter in the table which token fills a block that others cannot find yet."""
         end = (req.num_registered + 1) * BLOCK_TOKENS + self._limits.tail
-        self.counters.fills_block_at[req.row] = end if self._limits.prefix_cache else NEVER
+        self.counters.fills_block_at[req.row] = end - 1 if self._limits.prefix_cache else NEVER
 
     def register(self, req: RunningRequest, end: int) -> None:
         """Enter the blocks that the tokens before `end` fill into the prefix cache."""
-        if end < self.counters.fills_block_at[req.row]:
+        if end <= self.counters.fills_block_at[req.row]:
             return
         count = (end - self._limits.tail) // BLOCK_TOKENS
         keys = req.keys.upto(req.tokens, end, count)

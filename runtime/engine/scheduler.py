@@ -14,8 +14,7 @@ tokens of the last step, which asked for them.
 
 Rows that only decode are hundreds and alike from step to step: their counters stand in arrays
 (request_table.py), which a step moves on together. Requests are looked at one by one only where
-something happens to them: they are admitted, get a block, may end, are drafted for. Where nothing
-does, the next step follows from the last one (steady_decoding.py).
+something happens to them: they are admitted, get a block, may end, are drafted for.
 
 The caller asks `next_micro_batch()` as often as it likes and reports each result, in the order the
 micro-batches were issued, with `update_from_output()`: stages see steps in that order, which is why
@@ -39,8 +38,8 @@ from llmpq.runtime.drafts.drafters import Drafter, FixedDrafter
 from llmpq.runtime.engine.block_tables import BlockTables, DraftRound, RunningRequest
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.request_table import RowConstants
-from llmpq.runtime.engine.steady_decoding import SteadyDecoding
 from llmpq.runtime.request import (
+    NO_INTS,
     PENDING_TOKEN,
     FinishReason,
     Ints,
@@ -52,14 +51,12 @@ from llmpq.runtime.request import (
     StepRequests,
 )
 
-_NO_ROWS = np.zeros(0, dtype=np.int64)
-
 
 @dataclass
 class StepBuilder:
     """A step in the making."""
 
-    decoding_D: Ints = field(default_factory=lambda: _NO_ROWS)
+    decoding_D: Ints = field(default_factory=lambda: NO_INTS)
     """Rows of the table whose requests take a token each, without drafts."""
     reqs: list[RunningRequest] = field(default_factory=list)
     """The others."""
@@ -92,16 +89,14 @@ class StepBuilder:
         return req in self.reqs or req.row in self.decoding_D
 
 
-@dataclass(kw_only=True)
-class ReadySets:
-    """Admitted requests, by what they wait for."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Phases:
+    """Admitted requests, by what their next step computes; each in order."""
 
-    ready_N: Ints
-    """Rows of the table of those whose newest token is known, or may be built on; in order."""
+    decoding_N: Ints
+    """Rows of the table of those that decode: their next step takes one token."""
     prompts: list[RunningRequest]
-    """With more of a prompt to compute, in order."""
-    num_decoding: int
-    """Those that are ready, and those whose newest token is under way."""
+    """With more of a prompt to compute."""
 
 
 class Scheduler:
@@ -135,8 +130,8 @@ class Scheduler:
         """How often one did."""
         self._groups: dict[bytes, tuple[StepRequests, RowConstants]] = {}
         """Rows that had a step together since then -> what all their steps have of them."""
-        self._steady: SteadyDecoding | None = None
-        """Steps that follow from the last one, while nothing happens to its rows."""
+        self._phases: Phases | None = None
+        """The admitted requests by phase; None since one came or went, or got on in its prompt."""
         self._new_tokens: list[NewTokens] = []
         self._of_streams = False
         self._free_slots = list(range(limits.max_rows))
@@ -183,7 +178,7 @@ class Scheduler:
 
         `runs_ahead`: whether the device takes a step before the last one's tokens are known.
         """
-        self._drafter = self._head_drafter = None
+        self._drafter = self._head_drafter = self._phases = None
         self.fused_rounds = False
         if runs_ahead:
             self.limits = replace(self.limits, tokens_ahead=2)
@@ -222,45 +217,26 @@ class Scheduler:
         if req is None:
             return False
         request.aborted = True
-        self._settle()
         self._end(req, "abort")
         return True
 
     def next_micro_batch(self) -> MicroBatch | None:
         """Return the next step, or None until another one completes."""
-        steady = self._steady
-        if steady is not None and not (self._waiting and self._free_slots):
-            if steady.under_way:
-                return None
-            if steady.num_left:
-                return self._issue_again(steady)
-        self._settle()
         if self._drafted and self._drafted[0].drafting:
             return self._issue_drafts(self._drafted.popleft())
-        step, sets = StepBuilder(), self._ready_sets()
-        if self._enough_under_way(sets.num_decoding):
+        step, phases = StepBuilder(), self._by_phase()
+        if self._enough_under_way(len(phases.decoding_N)):
             return None
         if self._drafted:
             self._add_drafted(step, self._drafted.popleft())
         else:
-            plain = self._last_was_round and self._has_prompts(sets)
-            round_ = self._add_decoding(step, sets, plain=plain)
+            plain = self._last_was_round and self._has_prompts(phases)
+            round_ = self._add_decoding(step, phases.decoding_N, plain=plain)
             if round_ is not None:
                 return self._issue_round(round_)
         decoding = step.num_rows
-        room = self._prompt_room(sets, taken=step.num_tokens)
-        for req in self._prompts(sets.prompts):
-            count = min(room, self._left_of_prompt(req), self.limits.row_tokens)
-            count = self.tables.cut(req, count)
-            if count == 0:
-                continue  # found in the prefix cache but for its newest token, which decodes
-            if not self._grow(req, req.num_computed + count, step):
-                break
-            rests = self._head_drafter is not None and self._head_drafter.rests
-            step.add(req, count, [], wanted=0 if self._sees(req) and not rests else -1)
-            room -= count
-            if room == 0:
-                break
+        if phases.prompts or self._waiting:
+            self._add_prompts(step, phases)
         if not step.num_rows:
             return None
         kind = StepKind.MIXED
@@ -281,12 +257,6 @@ class Scheduler:
         `tokens`: of each row; an array [B, 1] where each row has one.
         """
         self._steps -= 1
-        if self._steady is not None and self._steady.take(micro_batch, tokens):
-            self._decode_steps -= 1
-            outputs = micro_batch.of.outputs
-            self._hand_out(self._steady.constants, outputs, self._steady.newest_B)
-            return []
-        self._settle()
         if micro_batch.kind is StepKind.DRAFT:
             assert not isinstance(tokens, np.ndarray)
             self._take_drafts(self._rounds.pop(micro_batch.seq), micro_batch, tokens)
@@ -297,9 +267,6 @@ class Scheduler:
             self._take_decoded(micro_batch, tokens, finished)
         if micro_batch.num_decoding < len(micro_batch.requests):
             self._take_chunks(micro_batch, tokens, finished)
-        elif self._goes_on(micro_batch):
-            constants = self._group_of(micro_batch.members_B)[1]
-            self._steady = SteadyDecoding(self._counters, micro_batch, constants)
         return finished
 
     def take_new_tokens(self) -> tuple[list[NewTokens], bool]:
@@ -321,7 +288,6 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise `AssertionError` if a block or a slot is lost or owned twice; for tests."""
-        self._settle()
         self.tables.check(self._reqs.values())
         slots = [req.request.slot for req in self._running]
         assert sorted(slots + self._free_slots) == list(range(self.limits.max_rows))
@@ -334,20 +300,24 @@ class Scheduler:
         assert all(round_.members for round_ in self._drafted)
         assert len(rounds) <= self._decode_steps
 
-    def _ready_sets(self) -> ReadySets:
-        """Sort the admitted requests, all at once."""
-        rows, table = self._running_rows(), self._counters
-        sampled = table.num_sampled[rows]
-        left = table.num_tokens(rows, self.limits.tokens_ahead) - table.num_computed[rows]
-        is_prompt, has_next = (left > 1) | (sampled == 0), left == 1
-        begun = [self._at_row[row] for row in rows[is_prompt].tolist()]
-        if begun:
-            has_next &= ~is_prompt
-        return ReadySets(
-            ready_N=rows[has_next],
-            prompts=[req for req in begun if self._left_of_prompt(req) > 0],
-            num_decoding=len(rows) - len(begun),
-        )
+    def _by_phase(self) -> Phases:
+        """Return the admitted requests by phase, sorted anew where one may have changed it."""
+        if self._phases is None:
+            rows, table = self._running_rows(), self._counters
+            left_N = table.num_tokens(rows, self.limits.tokens_ahead) - table.num_computed[rows]
+            is_prompt_N = (left_N > 1) | (table.num_sampled[rows] == 0)
+            begun = [self._at_row[row] for row in rows[is_prompt_N].tolist()]
+            self._phases = Phases(
+                decoding_N=rows[~is_prompt_N],
+                prompts=[req for req in begun if self._left_of_prompt(req) > 0],
+            )
+        return self._phases
+
+    def _ready(self, decoding_N: Ints) -> Ints:
+        """Return the rows whose newest token is known, or may be built on while it is under way."""
+        if not self._steps:
+            return decoding_N
+        return decoding_N[~self._counters.waits(decoding_N, self.limits.tokens_ahead)]
 
     def _running_rows(self) -> Ints:
         """Return the admitted requests' rows of the table, in order."""
@@ -357,17 +327,34 @@ class Scheduler:
 
     def _membership_changed(self) -> None:
         """Note that a request was admitted, or is no longer."""
-        self._rows = None
+        self._rows = self._phases = None
         self._changes += 1
         self._groups.clear()
 
-    def _prompt_room(self, sets: ReadySets, *, taken: int) -> int:
+    def _add_prompts(self, step: StepBuilder, phases: Phases) -> None:
+        """Add chunks of prompts beside what a step has: of those begun, then of others."""
+        room = self._prompt_room(phases, taken=step.num_tokens)
+        for req in self._prompts(phases.prompts):
+            count = min(room, self._left_of_prompt(req), self.limits.row_tokens)
+            count = self.tables.cut(req, count)
+            if count == 0:
+                continue  # found in the prefix cache but for its newest token, which decodes
+            if not self._grow(req, req.num_computed + count, step):
+                break
+            rests = self._head_drafter is not None and self._head_drafter.rests
+            step.add(req, count, [], wanted=0 if self._sees(req) and not rests else -1)
+            self._phases = None
+            room -= count
+            if room == 0:
+                break
+
+    def _prompt_room(self, phases: Phases, *, taken: int) -> int:
         """Return the tokens of prompts that a step takes, beside those it has."""
-        limits, waiting = self.limits, 0
-        if not sets.num_decoding and limits.num_stages > 1:
-            waiting = sum(self._left_of_prompt(req) for req in sets.prompts)
+        limits, num_decoding, waiting = self.limits, len(phases.decoding_N), 0
+        if not num_decoding and limits.num_stages > 1:
+            waiting = sum(self._left_of_prompt(req) for req in phases.prompts)
             waiting += sum(req.num_tokens for req in self._waiting)
-        most = limits.prompt_tokens_of_step(waiting=waiting, decoding=sets.num_decoding)
+        most = limits.prompt_tokens_of_step(waiting=waiting, decoding=num_decoding)
         return max(1, most - taken)
 
     def _left_of_prompt(self, req: RunningRequest) -> int:
@@ -390,12 +377,12 @@ class Scheduler:
             return False
         return self._steps >= limits.num_stages * limits.tokens_ahead
 
-    def _has_prompts(self, sets: ReadySets) -> bool:
+    def _has_prompts(self, phases: Phases) -> bool:
         """Whether a step could have tokens of prompts."""
-        return bool(sets.prompts) or (bool(self._waiting) and self._may_admit(self._waiting[0]))
+        return bool(phases.prompts) or (bool(self._waiting) and self._may_admit(self._waiting[0]))
 
     def _add_decoding(
-        self, step: StepBuilder, sets: ReadySets, *, plain: bool
+        self, step: StepBuilder, decoding_N: Ints, *, plain: bool
     ) -> DraftRound | None:
         """Add the rows that decode next, oldest first; or begin a round of drafts for them.
 
@@ -405,12 +392,11 @@ class Scheduler:
         goes on from a token of the last such step while that is under way: stages would wait for
         each other, which another group's step between the two keeps at work.
         """
-        ready_N, decoding, table = sets.ready_N, sets.num_decoding, self._counters
-        num_groups = max(
-            -(-decoding // self.limits.decode_rows), min(self.limits.num_stages, decoding)
-        )
-        if not len(ready_N) or self._decode_steps >= num_groups * self.limits.tokens_ahead:
+        decoding, limits, table = len(decoding_N), self.limits, self._counters
+        num_groups = max(-(-decoding // limits.decode_rows), min(limits.num_stages, decoding))
+        if self._decode_steps >= num_groups * limits.tokens_ahead:
             return None
+        ready_N = self._ready(decoding_N)
         size = -(-decoding // num_groups)
         if num_groups > 1:
             free_N = (table.in_flight[ready_N] == 0) | (
@@ -442,10 +428,11 @@ class Scheduler:
         """Return the rows of a group that have the block of their next token, or could get it."""
         table = self._counters
         lack_D = table.num_computed[group_D] >= table.needs_blocks_at[group_D]
-        if not lack_D.any():
+        lacking = lack_D.nonzero()[0].tolist()
+        if not lacking:
             return group_D
         takes_D = np.ones(len(group_D), dtype=np.bool_)
-        for place in lack_D.nonzero()[0].tolist():
+        for place in lacking:
             req = self._at_row.get(int(group_D[place]))
             if req is not None:  # not preempted for one before it
                 step.decoding_D = group_D[:place][takes_D[:place]]
@@ -512,6 +499,7 @@ class Scheduler:
         reqs, drafted = round_.drafting, round_.num_drafted
         found = [(place, req.take_news()) for place, req in enumerate(reqs)]
         rows, table = np.array([req.row for req in reqs], dtype=np.int64), self._counters
+        of = StepRequests.of([req.request for req in reqs])
         tokens = [req.drafts[-1] if drafted else req.newest for req in reqs]
         self._seq += 1
         self._steps += 1
@@ -520,7 +508,9 @@ class Scheduler:
         return MicroBatch(
             seq=self._seq,
             kind=StepKind.DRAFT,
-            of=StepRequests.of([req.request for req in reqs]),
+            of=of,
+            sampling=of.sampling,
+            rules_B=of.rules_B,
             slots_B=table.slot[rows],
             starts_B=table.num_computed[rows] + drafted,
             num_new_B=np.ones_like(rows),
@@ -610,7 +600,6 @@ class Scheduler:
 
     def _preempt(self, req: RunningRequest) -> None:
         """Have a running request wait, its blocks free, offloaded or to be recomputed."""
-        self._settle()
         if self._drafter is None:  # which drafts are accepted is not known yet
             self.tables.offload(req)
         self._let_go(req)
@@ -629,52 +618,29 @@ class Scheduler:
         heappush(self._free_slots, req.request.slot)
         req.request.slot = self._counters.slot[req.row] = -1
 
-    def _goes_on(self, micro_batch: MicroBatch) -> bool:
-        """Whether the next step may be like one whose rows all decode, and whose tokens came."""
-        limits, count = self.limits, len(self._running)
-        alone = limits.num_stages == limits.tokens_ahead == 1 and not self._steps
-        return (
-            alone
-            and self._drafter is None
-            and micro_batch.changes == self._changes
-            and 0 < micro_batch.num_decoding == count <= limits.decode_rows
-        )
-
-    def _issue_again(self, steady: SteadyDecoding) -> MicroBatch:
-        """Return a step like the last one, a token further."""
-        self._seq += 1
-        self._steps += 1
-        self._decode_steps += 1
-        self._last_decode = self._seq
-        return steady.issue(self._seq)
-
-    def _settle(self) -> None:
-        """End steps like the last one: look at all requests again."""
-        if self._steady is not None:
-            self._steady.settle()
-            self._steady = None
-
     def _issue(self, kind: StepKind, step: StepBuilder) -> MicroBatch:
         """Return a step, its requests' counters moved on."""
         table, members_B, first = self._counters, step.decoding_D, len(step.decoding_D)
-        tokens_T = np.where(table.in_flight[members_B], PENDING_TOKEN, table.newest[members_B])
+        tokens_T = table.newest[members_B]
+        if self._steps:
+            tokens_T = np.where(table.in_flight[members_B], PENDING_TOKEN, tokens_T)
         news, number = self._news_of(members_B), self._seq + 1
-        counts_B = samples_B = np.ones(first, dtype=np.int64)
         if step.reqs:
             tokens, samples = self._chunks(step, news)
             members_B = _extended(members_B, [req.row for req in step.reqs])
-            counts_B, tokens_T = _extended(counts_B, step.counts), _extended(tokens_T, tokens)
-            samples_B = _extended(samples_B, samples)
+            tokens_T = _extended(tokens_T, tokens)
         of, constants = self._group_of(members_B)
+        counts_B = samples_B = constants.ones_B
+        if step.reqs:
+            counts_B = _extended(counts_B[:first], step.counts)
+            samples_B = _extended(samples_B[:first], samples)
         if self.tables.saves:  # by the first row, which says them of others
             first_row = news.get(0) or self._at_row[int(members_B[0])].new_row()
             news[0] = replace(first_row, saves=tuple(self.tables.saves))
             self.tables.saves = []
-        starts_B, sample_steps_B = table.num_computed[members_B], table.num_sampled[members_B]
-        table.num_computed[members_B] = starts_B + counts_B
-        table.num_sampled[members_B] = sample_steps_B + samples_B
-        table.in_flight[members_B] += samples_B
-        table.last_step[members_B] = number
+        starts_B, sample_steps_B = table.issue(
+            members_B, computed_B=counts_B, sampled_B=samples_B, step=number
+        )
         self._seq = number
         self._steps += 1
         self._last_was_round = kind is StepKind.ROUND
@@ -682,6 +648,8 @@ class Scheduler:
             seq=number,
             kind=kind,
             of=of,
+            sampling=of.sampling,
+            rules_B=of.rules_B,
             slots_B=constants.slots_B,
             starts_B=starts_B,
             num_new_B=counts_B,
@@ -723,7 +691,8 @@ class Scheduler:
         key = members_B.tobytes()
         if key not in self._groups:
             requests = [self._at_row[row].request for row in members_B.tolist()]
-            self._groups[key] = StepRequests.of(requests), self._counters.constants(members_B)
+            constants = self._counters.constants(members_B, _stop_ids(requests))
+            self._groups[key] = StepRequests.of(requests), constants
         return self._groups[key]
 
     def _news_of(self, decoding_D: Ints) -> dict[int, PagedRow]:
@@ -753,43 +722,41 @@ class Scheduler:
         table, count = self._counters, micro_batch.num_decoding
         rows, outputs = micro_batch.members_B[:count], micro_batch.of.outputs
         tokens_D = np.array(tokens[:count], dtype=np.int64).reshape(count)
-        steps_D, ends_D = micro_batch.sample_steps_B[:count], micro_batch.starts_B[:count] + 1
+        steps_D, starts_D = micro_batch.sample_steps_B[:count], micro_batch.starts_B[:count]
         if micro_batch.changes == self._changes:
-            whole = count == len(micro_batch.members_B)
-            constants = self._group_of(rows)[1] if whole else table.constants(rows)
-            keeps_blocks_D = None
+            constants, keeps_blocks_D = self._group_of(rows)[1], None
         else:  # requests of some may have ended since: a token too many
             there = np.flatnonzero(table.arrival[rows] == micro_batch.arrivals_B[:count])
-            outputs = [outputs[place] for place in there.tolist()]
+            requests = [micro_batch.requests[place] for place in there.tolist()]
+            outputs = [request.output for request in requests]
             rows, tokens_D = rows[there], tokens_D[there]
-            steps_D, ends_D = steps_D[there], ends_D[there]
-            constants = table.constants(rows)
+            steps_D, starts_D = steps_D[there], starts_D[there]
+            constants = table.constants(rows, _stop_ids(requests))
             keeps_blocks_D = constants.admissions_B == micro_batch.admissions_B[:count][there]
             keeps_blocks_D &= constants.slots_B >= 0
-        table.newest[rows] = tokens_D
-        table.in_flight[rows] -= 1
-        self._hand_out(constants, outputs, tokens_D)
-        fills_D = ends_D >= table.fills_block_at[rows]
+        table.take(rows, tokens_D)
+        new = tokens_D.tolist()
+        self._hand_out(constants, outputs, new)
+        fills_D = starts_D >= table.fills_block_at[rows]
         if keeps_blocks_D is not None:
             fills_D &= keeps_blocks_D
         for place in fills_D.nonzero()[0].tolist():
-            self.tables.register(self._at_row[int(rows[place])], int(ends_D[place]))
-        for place in constants.may_end(tokens_D, steps_D).nonzero()[0].tolist():
+            self.tables.register(self._at_row[int(rows[place])], int(starts_D[place]) + 1)
+        for place in constants.may_end(new, steps_D):
             req = self._req_at(int(rows[place]))
             reason = self._ends(req.request, int(steps_D[place]))
             if reason is not None:
                 self._end(req, reason)
                 finished.append(req.request)
 
-    def _hand_out(self, of: RowConstants, outputs: list[list[int]], tokens_D: Ints) -> None:
+    def _hand_out(self, of: RowConstants, outputs: list[list[int]], new: list[int]) -> None:
         """Put a token into each output, and keep those that are wanted as they come."""
-        new = tokens_D.tolist()
         # By `map`, as a loop over hundreds of rows takes three times as long.
         deque(map(list.append, outputs, new), maxlen=0)
         self.generated_tokens += len(new)
         if of.numbers:
             if len(of.numbers) < len(new):
-                new = tokens_D[of.published].tolist()
+                new = [new[place] for place in of.published]
             self._new_tokens.append((of.numbers, new))
             self._of_streams |= of.streams
 
@@ -834,7 +801,7 @@ class Scheduler:
                     self._of_streams |= request.stream
             if keeps and drafts:
                 req.num_computed = end
-            if keeps and end >= fills_at:
+            if keeps and end > fills_at:
                 self.tables.register(req, min(end, req.num_tokens))
             if reason is not None:
                 self._end(req, reason)
@@ -877,6 +844,11 @@ class Scheduler:
             self._waiting.remove(req)
             self._waiting.sort()
         self.tables.forget(req)
+
+
+def _stop_ids(requests: Sequence[Request]) -> frozenset[int]:
+    """Return the tokens that end one of some requests, or several."""
+    return frozenset().union(*{request.stop_ids for request in requests})
 
 
 def _extended(values: Ints, more: Sequence[int]) -> Ints:

@@ -12,8 +12,7 @@ from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.engine.stage_loop import Compute
 from llmpq.runtime.links.member_links import Followers
 from llmpq.runtime.links.transport import Transport
-from llmpq.runtime.request import StepKind
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.request import StepKind, StepMessage
 from llmpq.runtime.trace import Recorder
 
 

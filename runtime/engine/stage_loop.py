@@ -25,6 +25,7 @@ from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.links.transport import Transport
 from llmpq.runtime.request import (
     PENDING_TOKEN,
+    STOP,
     Abort,
     Finished,
     Halt,
@@ -36,8 +37,9 @@ from llmpq.runtime.request import (
     Request,
     ResetPrefixCache,
     StepKind,
+    StepMessage,
 )
-from llmpq.runtime.step import STOP, StepMessage, describe, result_drafts, result_width
+from llmpq.runtime.step import result_drafts, result_width
 from llmpq.runtime.trace import Recorder
 
 
@@ -185,7 +187,7 @@ class FirstStage:
 
     def _take_submissions(self, *, wait: bool) -> None:
         """Move submitted requests to the scheduler, waiting for one if there is nothing to do."""
-        while True:
+        while wait or not self._mailbox.requests.empty():
             try:
                 request = self._mailbox.requests.get(block=wait and not self._closed)
             except queue.Empty:
@@ -209,8 +211,7 @@ class FirstStage:
 
     def _end_late(self) -> None:
         """End requests whose time is over."""
-        now_s = time.perf_counter()
-        while self._deadlines and self._deadlines[0][0] <= now_s:
+        while self._deadlines and self._deadlines[0][0] <= time.perf_counter():
             _, request_id = heappop(self._deadlines)
             if request_id in self._open:
                 self._abort(request_id)
@@ -229,18 +230,18 @@ class FirstStage:
             now_s = time.perf_counter()
             for row in micro_batch.not_only_decoding:
                 self._begun_s.setdefault(micro_batch.of.numbers[row], now_s)
-        message = describe(micro_batch)
-        self._recorder.count_tokens(message.num_tokens)
+        kind, num_rows = micro_batch.kind, micro_batch.num_rows
+        self._recorder.count_tokens(micro_batch.num_tokens)
         with self._recorder.step(
-            message.kind, message.seq, message.num_rows, message.q_len, micro_batch.of.numbers
+            kind, micro_batch.seq, num_rows, micro_batch.q_len, micro_batch.of.numbers
         ):
-            output = self._compute.run(message, None)
+            output = self._compute.run(micro_batch, None)
         if self._transport is None:
             self._in_flight.append(_Flight(micro_batch, output))
         else:
-            with self._recorder.waiting(message.kind):
-                self._transport.send_step(message, arrived(output))
-            self._in_flight.append(_Flight(micro_batch, None, message.slots_B.tolist()))
+            with self._recorder.waiting(kind):
+                self._transport.send_step(micro_batch, arrived(output))
+            self._in_flight.append(_Flight(micro_batch, None, micro_batch.slots_B.tolist()))
 
     def _bring_tokens(self, micro_batch: MicroBatch, transport: Transport) -> None:
         """Have the device wait for tokens that this step builds on and the host does not know.

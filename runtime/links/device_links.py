@@ -31,8 +31,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.links.peer_links import BufferSizes, PeerLinks
 from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, MessageSizes
-from llmpq.runtime.request import StepKind
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.request import StepKind, StepMessage
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
 
 _log = logging.getLogger("llmpq.links")

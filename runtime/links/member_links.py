@@ -28,7 +28,7 @@ from torch import Tensor
 from llmpq.out_of_memory import first_line
 from llmpq.plan import Worker
 from llmpq.runtime.links.transport import Transport
-from llmpq.runtime.step import STOP, StepMessage
+from llmpq.runtime.request import STOP, StepMessage
 
 SUM_LIMIT = timedelta(hours=1)
 """How long a device may wait in a sum for the others, which began the same step: whether they live

@@ -31,10 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmpq.runtime.request import PagedRow, StepKind
+from llmpq.runtime.request import PagedRow, StepKind, StepMessage
 from llmpq.runtime.row_sampling import RowSampling
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import StepMessage
 from llmpq.runtime.token_rules import NO_RULES
 from llmpq.speculation import MAX_GAMMA
 

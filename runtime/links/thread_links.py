@@ -14,8 +14,7 @@ from torch import Tensor
 from llmpq.plan import Worker
 from llmpq.runtime.links.message import pack_header, pack_paging, unpack_header, unpack_paging
 from llmpq.runtime.links.transport import HostTokens
-from llmpq.runtime.request import Ints
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.request import Ints, StepMessage
 
 _T = TypeVar("_T")
 

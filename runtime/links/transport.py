@@ -30,8 +30,8 @@ from llmpq.runtime.links.message import (
     unpack_header,
     unpack_paging,
 )
-from llmpq.runtime.request import StepKind
-from llmpq.runtime.step import StepMessage, result_width
+from llmpq.runtime.request import StepKind, StepMessage
+from llmpq.runtime.step import result_width
 
 IDLE_LIMIT = timedelta(hours=24)
 """A receive may wait this long for work; whether a stage still lives is the driver's to watch."""

@@ -20,7 +20,7 @@ from torch.nn import functional
 from llmpq.families.common.spec_values import Indexer
 from llmpq.kernels.kv.reference import EVERYTHING, ChosenKeys, ScoreRule, Scoring
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.kv_cache import AttentionInputs, KVCache
 from llmpq.runtime.models.attention import query_factors
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.norms import Norm
@@ -99,8 +99,10 @@ class LatentAttention(nn.Module):
             return self._indexed(self.index, x_BQh, layer, step, kv)
         q_BQHD, cached_BQ1D = self.queries(x_BQh, step), self.cached(x_BQh, step)
         del x_BQh
-        out = kv.attend(layer, q_BQHD, cached_BQ1D, cached_BQ1D, step, Scoring(self.scale))
-        del q_BQHD, cached_BQ1D
+        scoring = Scoring(self.scale)
+        inputs = AttentionInputs(q_BQHD, cached_BQ1D, cached_BQ1D, scoring)
+        out = kv.attend(layer, inputs, step)
+        del q_BQHD, cached_BQ1D, inputs
         return self.o(self.values(out[..., : self.latent.kv_rank]))
 
     def _indexed(self, index: Index, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
@@ -116,7 +118,8 @@ class LatentAttention(nn.Module):
             own[..., 0] = index.weights(x_BQh)
             q = torch.cat((q, own), dim=2)
             rule = ScoreRule(chosen=ChosenKeys(form.heads, form.topk, form.dim))
-        out = kv.attend(layer, q, cached, cached, step, Scoring(self.scale, rule=rule))
+        inputs = AttentionInputs(q, cached, cached, Scoring(self.scale, rule=rule))
+        out = kv.attend(layer, inputs, step)
         return self.o(self.values(out[..., : self.latent.kv_rank]))
 
     def queries(self, x_BQh: Tensor, step: Step) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, Scoring
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.kv_cache import AttentionInputs, KVCache
 from llmpq.runtime.models.attention import query_factors
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import Index, LatentAttention
@@ -128,7 +128,7 @@ class Attention(nn.Module):
         if self.sharing.read_by_others:
             kv.keep_for_readers(layer, step)
         attend = kv.attend if self.sharing.source is None else kv.attend_again
-        out_BQHD = attend(layer, q, k, v, step, self.scoring_of(step))
+        out_BQHD = attend(layer, AttentionInputs(q, k, v, self.scoring_of(step)), step)
         del q, k, v
         if gate is not None:
             out_BQHD = out_BQHD * gate.sigmoid()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llmpq.runtime.device_copies import HostCopy, arrived, to_host_async, upload
 from llmpq.runtime.models.sampling import sample, sampler_of
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.request import StepMessage
 from llmpq.runtime.token_rules import (
     NO_RULES,
     LogitsConstraints,

@@ -76,7 +76,9 @@ DELIVERY = (
     1.0,
     5.0,
 )
+"""Upper bounds of buckets in seconds: of whole requests, between tokens, of sending a token."""
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+"""Upper bounds of buckets in tokens."""
 _OF_REQUESTS = {
     "request_queue_time_seconds": ("From a request's arrival to its first step.", SECONDS),
     "request_prefill_time_seconds": ("From a request's first step to its first token.", SECONDS),
@@ -86,13 +88,16 @@ _OF_REQUESTS = {
     "request_params_n": ("Answers that a prompt asks for.", (1, 2, 5, 10, 20)),
     "request_params_max_tokens": ("Tokens that an answer may have.", LENGTHS),
 }
-"""What vLLM's dashboards ask of each request: what it says, and its buckets."""
+"""Histograms of requests that vLLM's dashboards draw: name -> help text, buckets."""
 LABELS = ("model_name", "engine")
 STAGE_LABELS = ("engine", "stage", "device", "node")
 
 
 class Tally:
-    """A histogram of what every token adds to: values in one thread, several equal ones at once."""
+    """A histogram that every token is added to, for which prometheus_client's is too slow.
+
+    Equal values are added together, all in one thread.
+    """
 
     def __init__(
         self, name: str, about: str, labels: Mapping[str, str], bounds: Sequence[float]
@@ -173,7 +178,7 @@ class Metrics:
         )
         """What the page draws, since the start."""
         self._ended = counter("request_success", "Answers that ended.", ("finished_reason",))
-        self._refused = Counter(
+        self._responses = Counter(
             "llmpq:http_responses", "HTTP answers by status.", ("status",), registry=self.registry
         )
 
@@ -189,7 +194,7 @@ class Metrics:
         return made
 
     def asked(self, n: int, max_tokens: int | None) -> None:
-        """Count what a prompt asks for."""
+        """Count a prompt by the answers, and the tokens of each, that it asks for."""
         self.of_requests["request_params_n"].observe(n)
         if max_tokens is not None:
             self.of_requests["request_params_max_tokens"].observe(max_tokens)
@@ -204,7 +209,7 @@ class Metrics:
 
     def answered(self, status: int) -> None:
         """Count an HTTP answer."""
-        self._refused.labels(status=str(status)).inc()
+        self._responses.labels(status=str(status)).inc()
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -41,7 +41,7 @@ PLAIN_TYPES = (
     "bloom",
     "falcon",
 )
-"""Types of models of which Transformers has no class that it prefers to the one that is named."""
+"""Model types for which `AutoTokenizer` takes the class that the settings name: no other one."""
 _TEMPLATE_ARGUMENTS = frozenset(
     (
         "conversation",
@@ -61,7 +61,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
         "tokenizer_kwargs",
     )
 )
-"""What a template's options cannot be called: they are said in other ways, or fixed."""
+"""Names that a template's options cannot have: `apply_chat_template` has arguments of them."""
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -6,7 +6,8 @@
     NAME.qweight, weight_packed  4 and 8 bits whose groups our kernels do not take: 32 or 64
                                  weights, or channels ordered by activation (g_idx)
 
-The values are the form's own, in float32. Scales of inputs are not used: inputs keep 16 bits.
+The values are the form's own, in float32: products of codes and scales are exact there (E4M3 has
+4 bits of mantissa, scales have 24 at most). Scales of inputs are not used: inputs keep 16 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor
 
 from llmpq.checkpoints.quantization_config import layout_of, stated_group
-from llmpq.kernels.formats.float_codes import from_fp8
 from llmpq.kernels.weights.fp8_weight import Fp8Weight, fp8_weight
 from llmpq.kernels.weights.integer_values import (
     values_of_awq,
@@ -61,6 +61,30 @@ def fp8_codes(
         return whole
     codes_NK, scale_NC = order(whole.codes_NK), order(whole.scale_NC())
     return replace(whole, codes_NK=codes_NK, scale=scale_NC.contiguous(), rows=1)
+
+
+def from_fp8(codes_NK: Tensor, scale: Tensor, block: tuple[int, int] | None = None) -> Tensor:
+    """Return float32 [N, K] of E4M3 codes.
+
+    `scale`: one for all, one a row [N, 1], or a table [N / bn, K / bk] of blocks of `block` rows
+    and columns.
+    """
+    n, k = codes_NK.shape
+    scale = scale.float()
+    if block is not None:
+        rows, columns = (-(-size // step) for size, step in zip((n, k), block, strict=True))
+        if tuple(scale.shape) != (rows, columns):
+            raise ValueError(
+                f"block scales have shape {list(scale.shape)}, expected {[rows, columns]}"
+            )
+        wide = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        return codes_NK.float() * wide[:n, :k]
+    if scale.numel() not in (1, n):
+        raise ValueError(
+            f"FP8 weight [{n}, {k}] with scales {list(scale.shape)}: expected one, {n} or blocks "
+            "that config.json describes"
+        )
+    return codes_NK.float() * (scale.reshape(-1, 1) if scale.numel() == n else scale.reshape(1, 1))
 
 
 def _fp8_scale(

@@ -27,7 +27,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -96,16 +96,16 @@ FIELDS = frozenset(DTYPES) | {
     "input_global_scale",
     "activation_scale",
 }
-"""Last parts of the names of what a quantised linear is stored as; inputs keep 16 bits."""
+"""Last parts of the names of a quantised linear's tensors; those of its inputs are not used."""
 OF_EXPERTS = ("_blocks", "_scales", "_scale_inv", "_activation_scale")
-"""... and how those end of all experts of a layer together."""
-
-
+"""What such names end in where one tensor holds all experts of a layer."""
+ValueForm = Literal["bitsandbytes", "fp4", "fp8", "integers"]
+"""Codes that are read as values."""
 _log = logging.getLogger("llmpq.weights")
 SCHEMES = "llmpq_schemes"
 """Metadata key of an Atom file: linear -> fields of its AtomScheme, as JSON."""
 QUANTIZATION = "config.json, quantization_config"
-"""What errors call it."""
+"""Where a checkpoint says how it is quantised, in error messages."""
 
 
 def open_checkpoint(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
@@ -116,6 +116,26 @@ def open_checkpoint(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
     if described is None:
         return CheckpointSource(directory, spec)
     return QuantizedCheckpoint(directory, spec, described)
+
+
+def open_dequantized(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
+    """Return the source of a model's values: of 16 or 32 bits, or dequantised codes.
+
+    Codes of GGUF files, FP8, MXFP4, NVFP4 and bitsandbytes are dequantised; what is quantised of
+    them is rounded a second time. Other quantised directories are refused when they are read.
+    """
+    source = open_checkpoint(directory, spec)
+    if not isinstance(source, QuantizedCheckpoint):
+        return source
+    if not source.has_values():
+        return CheckpointSource(directory, spec)
+    _log.warning(
+        "'%s' is stored quantised (%s): its values are rounded a second time; a plan of the "
+        "directory itself keeps its codes",
+        directory,
+        source.method,
+    )
+    return source
 
 
 def stored_kv(directory: str | Path) -> KVPrecision:
@@ -139,6 +159,11 @@ class QuantizedCheckpoint(CheckpointSource):
         self._said: set[Codebook] = set()
         require_read(described, directory)
         super().__init__(directory, spec)
+
+    @property
+    def method(self) -> str | None:
+        """What config.json calls the way it is quantised."""
+        return self._described.get("quant_method")
 
     def _is_known(self, name: str, expected: Collection[str]) -> bool:
         """Whether a tensor belongs to a quantised form of an expected one, or may be there."""
@@ -293,8 +318,9 @@ class QuantizedCheckpoint(CheckpointSource):
         except ValueError as error:
             raise ValueError(f"'{self.directory}', {stem}: {error}") from None
 
-    def _form(self, stem: str) -> str | None:
-        """Return how a linear's values are stored; None for values, and codes that are kept."""
+    def _form(self, stem: str) -> ValueForm | None:
+        """Return the codes that a linear is stored as, to be read as values; None where it is
+        stored as values, or its codes are kept."""
         packed, weight = f"{stem}.weight_packed", f"{stem}.weight"
         if weight in self.file_of and state_of(stem, self.file_of) is not None:
             return "bitsandbytes"

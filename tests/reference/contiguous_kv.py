@@ -7,17 +7,14 @@ Legend: S requests, T max_len, B rows, Q new tokens, H query heads, G key/value 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
-from llmpq.kernels.kv.reference import Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.kv_cache import AttentionInputs, KVCache
 from llmpq.runtime.models.attention import attend_padded
 from llmpq.runtime.step import Step
 from llmpq.sizes.state_size import layers_with_kv
@@ -64,26 +61,18 @@ class ContiguousKV(KVCache):
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (self.k if self.v is self.k else [*self.k, *self.v]))
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: Step) -> Tensor:
         assert step.max_end <= self.max_len, "a request outgrows the cache"
         rows = zip(
             step.slots_B.tolist(), step.start_B.tolist(), step.num_new_B.tolist(), strict=True
         )
         for row, (slot, start, count) in enumerate(rows):
             end = start + count
-            self.k[layer][slot, :, start:end] = k_BQGD[row, :count].transpose(0, 1)
+            self.k[layer][slot, :, start:end] = inputs.k_BQGD[row, :count].transpose(0, 1)
             if self.v is not self.k:
-                self.v[layer][slot, :, start:end] = v_BQGD[row, :count].transpose(0, 1)
+                self.v[layer][slot, :, start:end] = inputs.v_BQGD[row, :count].transpose(0, 1)
         k, v = (x[layer][step.slots_B, :, : step.max_end].transpose(1, 2) for x in (self.k, self.v))
-        return attend_padded(q_BQHD, k, v, step, scoring)
+        return attend_padded(inputs.q_BQHD, k, v, step, inputs.scoring)
 
 
 class PackedContiguousKV(KVCache):
@@ -115,28 +104,20 @@ class PackedContiguousKV(KVCache):
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        scoring: Scoring,
-    ) -> Tensor:
+    def attend(self, layer: int, inputs: AttentionInputs, step: Step) -> Tensor:
         cache = self.layers[layer]
         plan = cache.plan(
             *(step.slots_B, step.start_B, step.num_new_B), q_len=step.q_len, max_end=step.max_end
         )
-        return cache.run(plan, 0, q_BQHD, k_BQGD, v_BQGD, scoring)
+        heads = (inputs.q_BQHD, inputs.k_BQGD, inputs.v_BQGD)
+        return cache.run(plan, 0, *heads, inputs.scoring)
 
     def keep_for_readers(self, layer: int, step: Step) -> None:
         rings = self.layers[layer].layers[0]
         kept = rings.k_ring_SGRD[step.slots_B], rings.v_ring_SGRD[step.slots_B]
         step.memo[f"rings {layer}"] = kept
 
-    def attend_again(self, layer: int, *given: Any, **options: Any) -> Tensor:
-        step: Step = given[3]
+    def attend_again(self, layer: int, inputs: AttentionInputs, step: Step) -> Tensor:
         rings, kept = self.layers[layer].layers[0], step.memo[f"rings {layer}"]
         rings.k_ring_SGRD[step.slots_B], rings.v_ring_SGRD[step.slots_B] = kept
-        return self.attend(layer, *given, **options)
+        return self.attend(layer, inputs, step)

@@ -1,1 +1,1 @@
-"""Many rows of x on Hopper in CUDA C++, tiles as x has rows; first file: rows_launch.py."""
+"""Products in CUDA C++: many rows of x on Hopper (rows_launch.py), few on cards before Ampere."""

@@ -97,6 +97,22 @@ ONE void zero_pairs(u32 (&z)[2], u32 stored) {
 // The part of a k-group's scales in which k = 64 h + 16 jj lies.
 ONE int part_of(int h, int jj) { return PARTS == 4 ? 2 * h + jj / 2 : PARTS == 2 ? h : 0; }
 
+// Unpack what a lane holds of a part of a k-group: use(k, a, b) of each two neighbours along k, from
+// `first` on, in rows r (a) and r + 8 (b); codes less their zeros.
+template <class Use>
+ONE void each_pair(const Words &words, int part, const u32 (&z)[2], int first, Use use) {
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+#pragma unroll
+    for (int jj = 0; jj < 4; jj++)
+#pragma unroll
+      for (int k3 = 0; k3 < 2; k3++) {
+        if (part_of(h, jj) != part) continue;
+        const u32 a = words.pair(h, jj, k3, 0, z[0]), b = words.pair(h, jj, k3, 1, z[1]);
+        use(first + 64 * h + 16 * jj + 8 * k3, a, b);
+      }
+}
+
 ONE u32 x_pair(const u16 *x, int m, int k, int M, int K) {
   return m < M && k < K ? __ldg((const u32 *)(x + (long long)m * K + k)) : 0u;
 }
@@ -128,35 +144,27 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #else
       float own[ROWS][2] = {};
 #endif
-#pragma unroll
-      for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int jj = 0; jj < 4; jj++)
-#pragma unroll
-          for (int k3 = 0; k3 < 2; k3++) {
-            if (part_of(h, jj) != part) continue;
-            const u32 a = words.pair(h, jj, k3, 0, z[0]), b = words.pair(h, jj, k3, 1, z[1]);
-            const int k = 128 * g + 64 * h + 16 * jj + 8 * k3 + 2 * c;
+      each_pair(words, part, z, 128 * g + 2 * c, [&](int k, u32 a, u32 b) {
 #if TENSOR
 #pragma unroll
-            for (int t = 0; t < TILES; t++) {
-              const u32 right = x_pair(x, m0 + 8 * t + r, k, M, K);
-              float(&d)[4] = own[t];
-              asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, "
-                  "{%6}, {%0, %1, %2, %3};"
-                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a), "r"(b), "r"(right));
-            }
+        for (int t = 0; t < TILES; t++) {
+          const u32 right = x_pair(x, m0 + 8 * t + r, k, M, K);
+          float(&d)[4] = own[t];
+          asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, "
+              "{%6}, {%0, %1, %2, %3};"
+              : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a), "r"(b), "r"(right));
+        }
 #else
-            const float a0 = low(a), a1 = high(a), b0 = low(b), b1 = high(b);
+        const float a0 = low(a), a1 = high(a), b0 = low(b), b1 = high(b);
 #pragma unroll
-            for (int m = 0; m < ROWS; m++) {
-              const u32 pair = x_pair(x, m0 + m, k, M, K);
-              const float x0 = low(pair), x1 = high(pair);
-              own[m][0] = fmaf(a1, x1, fmaf(a0, x0, own[m][0]));
-              own[m][1] = fmaf(b1, x1, fmaf(b0, x0, own[m][1]));
-            }
+        for (int m = 0; m < ROWS; m++) {
+          const u32 pair = x_pair(x, m0 + m, k, M, K);
+          const float x0 = low(pair), x1 = high(pair);
+          own[m][0] = fmaf(a1, x1, fmaf(a0, x0, own[m][0]));
+          own[m][1] = fmaf(b1, x1, fmaf(b0, x0, own[m][1]));
+        }
 #endif
-          }
+      });
       const u32 scale = __ldg(S + scales + 8 * part);
       const float s0 = low(scale), s1 = high(scale);
 #if TENSOR
@@ -223,20 +231,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     zero_pairs(z, ZEROS ? __ldg(Z + scales + 8 * part) : 0u);
     const u32 scale = __ldg(S + scales + 8 * part);
     const float s[2] = {low(scale), high(scale)};
+    each_pair(words, part, z, 128 * g + 2 * c, [&](int k, u32 a, u32 b) {
 #pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-      for (int jj = 0; jj < 4; jj++)
-#pragma unroll
-        for (int k3 = 0; k3 < 2; k3++) {
-          if (part_of(h, jj) != part) continue;
-          const int k = 128 * g + 64 * h + 16 * jj + 8 * k3 + 2 * c;
-#pragma unroll
-          for (int r3 = 0; r3 < 2; r3++) {
-            const u32 pair = words.pair(h, jj, k3, r3, z[r3]);
-            u16 *to = w + (block * 16 + r + 8 * r3) * K + k;
-            if (k < K) *(u32 *)to = halves(s[r3] * low(pair), s[r3] * high(pair));
-          }
-        }
+      for (int r3 = 0; r3 < 2; r3++) {
+        const u32 pair = r3 ? b : a;
+        u16 *to = w + (block * 16 + r + 8 * r3) * K + k;
+        if (k < K) *(u32 *)to = halves(s[r3] * low(pair), s[r3] * high(pair));
+      }
+    });
   }
 }

@@ -15,6 +15,8 @@ from torch import Tensor
 from llmpq.kernels import nvrtc
 from llmpq.kernels.formats.packed_words import INTEGERS, PackedWords
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP, Layout
+from llmpq.kernels.gemm.operands.linear_operands import LinearOperands
+from llmpq.kernels.gemm.ranking.config import ProductPlan
 from llmpq.kernels.kernel_table import Kernel, eligible
 from llmpq.kernels.multiprocessors import device_of, multiprocessors
 
@@ -47,25 +49,20 @@ def readable(q: PackedWords) -> bool:
 
 
 def launch(
-    x_MK: Tensor,
-    q: PackedWords,
-    bias: Tensor | None,
-    residual_MN: Tensor | None,
-    y_MN: Tensor,
-    *,
-    tensor_cores: bool | None = None,
+    plan: ProductPlan, operands: LinearOperands, *, tensor_cores: bool | None = None
 ) -> None:
-    """Write y = x w^T (+ bias) (+ residual) of the full 16-row blocks of w.
+    """Launch the kernel, which chooses its own tiles.
 
     `tensor_cores`: as the card has them, unless a test says otherwise.
     """
-    (m, k), n, device = x_MK.shape, q.out_features, x_MK.device
+    q, x_MK, m, groups = operands.q, operands.x_MK, operands.rows, operands.groups
+    bias_N, residual_MN, device = operands.bias_N, operands.residual_MN, x_MK.device
     capability = torch.cuda.get_device_capability(device)
     tensor = capability >= TENSOR_CORES_FROM if tensor_cores is None else tensor_cores
     tiles = ROWS_TENSOR if tensor else ROWS_PLAIN
     rows = next((tile for tile in tiles if tile >= m), tiles[-1])
     planes, scale, zero = q.block_words()
-    programs, groups = n // BLOCK_ROWS * -(-m // rows), -(-k // GROUP)
+    programs = operands.blocks * -(-m // rows)
     wide = programs < 2 * multiprocessors(device) and groups >= 2 * WARPS and rows <= 8
     warps = MORE_WARPS if wide else WARPS
     _function("cuda_gemv", _constants(q), rows, warps, tensor, capability).launch(
@@ -78,12 +75,12 @@ def launch(
             scale.data_ptr(),
             zero.data_ptr(),
             x_MK.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
+            0 if bias_N is None else bias_N.data_ptr(),
             0 if residual_MN is None else residual_MN.data_ptr(),
-            y_MN.data_ptr(),
+            operands.y_MN.data_ptr(),
             nvrtc.integer(m),
-            nvrtc.integer(n),
-            nvrtc.integer(k),
+            nvrtc.integer(q.out_features),
+            nvrtc.integer(x_MK.shape[1]),
             nvrtc.integer(groups),
         ),
         overlapping=False,

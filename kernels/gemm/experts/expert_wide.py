@@ -54,6 +54,7 @@ def _load_w(
 
 @triton.jit
 def _dot(x, w, acc, INTERPRET: tl.constexpr):
+    """acc + x w^T; Triton's interpreter multiplies bfloat16 as float32."""
     if INTERPRET:
         return tl.dot(x.to(tl.float32), w.to(tl.float32).T, acc)
     else:
@@ -90,6 +91,10 @@ def _tile(
     EVEN_N: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
+    """y of rows m0 .. m0 + BM of x, those before `end`, and of tile `n_tile` of expert e's w.
+
+    F is the number of y's columns: half of N where gate and up rows are fused.
+    """
     m = m0 + tl.arange(0, BM)
     safe = tl.minimum(m, end - 1)
     source = safe

@@ -7,16 +7,17 @@ where memory is not `aligned`, another kernel serves (choice.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.formats.packed_words import INTEGERS, PackedWords
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
-from llmpq.kernels.gemm.ranking.config import Config
+from llmpq.kernels.gemm.operands.linear_operands import LinearOperands
+from llmpq.kernels.gemm.ranking.config import Config, ProductPlan
 from llmpq.kernels.gemm.ranking.wgmma_plan import (
     parts_of,
     schedule,
@@ -29,34 +30,21 @@ from llmpq.kernels.multiprocessors import multiprocessors
 _FAR = 4  # k-groups between the L2's request for words and their use
 
 
-def launch(
-    config: Config,
-    x_MK: Tensor,
-    q: PackedWords,
-    bias: Tensor | None,
-    residual_MN: Tensor | None,
-    y_MN: Tensor,
-    counters: Callable[[torch.device, int], Tensor],
-    *,
-    pdl: bool = True,
-) -> None:
-    """Write y = x w^T (+ bias) (+ residual) of the full 16-row blocks of w.
-
-    y may be the residual's memory: each tile reads its part before it writes it. `counters` gives
-    int32 zeros that the kernel leaves zero (used where tiles are cut).
-    """
+def launch(plan: ProductPlan, operands: LinearOperands) -> None:
+    """Launch the kernel; y may be the residual's memory."""
     from llmpq.kernels.gemm.gluon.wgmma_gemm import wgmma_gemm_kernel
 
+    config, q, x_MK, y_MN = plan.config, operands.q, operands.x_MK, operands.y_MN
     m, k = x_MK.shape
     bt, extra = parts_of(config)
     planes, scale, zero = q.block_words()
-    blocks, groups = q.out_features // BLOCK_ROWS, -(-k // 128)
+    blocks, groups = operands.blocks, operands.groups
     m_tiles = -(-m // config.bm)
     n_tiles = -(-blocks * BLOCK_ROWS // tile_rows(config))
     tiles = m_tiles * n_tiles
     programs, whole = schedule(config, tiles, groups, multiprocessors(x_MK.device))
     shares = 2 * programs * tile_rows(config) * config.bm if whole < tiles else 1
-    arrivals = (tiles - whole) * tile_rows(config) // 64 * (2 if extra else 1)
+    parts = (tiles - whole) * tile_rows(config) // 64 * (2 if extra else 1)
     wgmma_gemm_kernel[(programs,)](
         *_described(config, x_MK, y_MN, bt),
         *(_described(config, x_MK, y_MN, extra) if extra else (None, None, None)),
@@ -64,10 +52,9 @@ def launch(
         planes[-1],
         scale,
         zero,
-        x_MK if bias is None else bias,
-        x_MK if residual_MN is None else residual_MN,
+        *operands.pointers,
         x_MK.new_empty(shares, dtype=torch.float32),
-        counters(x_MK.device, arrivals) if arrivals else scale,
+        arrivals(x_MK.device, parts) if parts else scale,
         m,
         q.out_features,
         m_tiles,
@@ -76,14 +63,14 @@ def launch(
         groups,
         whole,
         tiles_together(k, config.bm),
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual_MN is not None,
+        HAS_BIAS=operands.bias_N is not None,
+        HAS_RESIDUAL=operands.residual_MN is not None,
         SPLIT=whole < tiles,
-        PDL=pdl,
+        PDL=plan.pdl,
         **_constants(config, q),
         num_warps=4,
         maxnreg=config.registers,
-        launch_pdl=pdl,
+        launch_pdl=plan.pdl,
     )
 
 

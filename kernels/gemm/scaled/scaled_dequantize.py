@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats.packed_words import PackedWords
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
-from llmpq.kernels.gemm.operands.forms import form_constants
+from llmpq.kernels.gemm.operands.linear_operands import form_constants
 from llmpq.kernels.gemm.operands.scaled_operand import (
     SHARE,
     load_scaled,

@@ -1,5 +1,8 @@
 """Lower bounds on finishing a partial plan, for one pair, one kappa and its prices.
 
+F, P, D, the times tp and td of a stage, and A, wS: planner/evaluate/objective.py. A pair is of
+micro-batch sizes, a box bounds P and D (plan_cases.py), prices are of relaxation.py.
+
 With prices lambda, mu a stage costs tp + wS' td + lambda tp' + mu td' + theta omega, whatever else
 the plan does (tp', td': means over micro-batches), and the cheapest way to finish from every
 state is a dynamic program over
@@ -44,10 +47,10 @@ from llmpq.planner.problem.problem import Floats, Problem
 from llmpq.planner.work_clock import spend
 
 RENT_STEPS = 25
-FEW_ENTRIES = 20_000
-"""Entries (classes, layers, states) of a program up to which classes are stepped through at once:
-of more, only the ends that a stage can have are looked at."""
 """Steps of the search for rents."""
+FEW_ENTRIES = 20_000
+"""Entries (classes x layers x states) of a program up to which each step computes all classes at
+once; in larger ones it computes a class at a time, and only where its stages can end."""
 
 
 @dataclass(frozen=True, kw_only=True)

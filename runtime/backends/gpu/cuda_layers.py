@@ -37,8 +37,7 @@ from llmpq.runtime.backends.gpu import (
     cuda_recurrent,
 )
 from llmpq.runtime.backends.gpu.cuda_norms import added_behind, is_rms, norm, norm_heads
-from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
-from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.kv_cache import AttentionInputs, KVCache
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.layers import (
@@ -453,16 +452,14 @@ def _paged(
     qkv: tuple[Tensor, Tensor, Tensor],
     index: int,
     step: Step,
-    kv: GpuPagedKVBase,
+    kv: KVCache,
 ) -> Tensor:
     """Append to the pool of blocks, then attend to it; where keys are another layer's, attend."""
     if part.sharing.read_by_others:
         kv.keep_for_readers(index, step)
     attend_to = kv.attend if part.sharing.source is None else kv.attend_again
-    return attend_to(
-        *(index, *qkv, step, _scoring(part, step)),
-        rotation=None if rotary is None else rotary.rotation_of(step),
-    )
+    rotation = None if rotary is None else rotary.rotation_of(step)
+    return attend_to(index, AttentionInputs(*qkv, _scoring(part, step), rotation), step)
 
 
 def _scoring(part: Attention, step: Step) -> Scoring:
@@ -480,7 +477,7 @@ def attend_fresh(
     kv: KVCache, part: Attention, index: int, qkv: tuple[Tensor, Tensor, Tensor], step: Step
 ) -> Tensor:
     """Return attention [B, Q, H, D] of windows that no cache keeps."""
-    return kv.attend(index, *qkv, step, _scoring(part, step))
+    return kv.attend(index, AttentionInputs(*qkv, _scoring(part, step)), step)
 
 
 def attend_latents(
@@ -488,6 +485,7 @@ def attend_latents(
 ) -> Tensor:
     """Append a step's latents, return attention [B, Q, H * V] before the output product."""
     new_BQ1D = part.cached(x_BQh, step)
-    scoring = Scoring(part.scale)
-    out = kv.attend(index, part.queries(x_BQh, step), new_BQ1D, new_BQ1D, step, scoring)
+    queries = part.queries(x_BQh, step)
+    inputs = AttentionInputs(queries, new_BQ1D, new_BQ1D, Scoring(part.scale))
+    out = kv.attend(index, inputs, step)
     return part.values(out if kv.pages is not None else out[..., : part.latent.kv_rank])

@@ -35,8 +35,8 @@ from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.device_copies import HostCopy, to_host_async, upload
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import PENDING_TOKEN, PagedRow, StepKind
-from llmpq.runtime.step import StepMessage, message_of_rows
+from llmpq.runtime.request import PENDING_TOKEN, PagedRow, StepKind, StepMessage
+from llmpq.runtime.step import message_of_rows
 from llmpq.runtime.trace import KindTotals
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import PoolSize

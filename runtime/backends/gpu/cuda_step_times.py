@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.step import StepMessage, message_of_rows
+from llmpq.runtime.request import PagedRow, StepKind, StepMessage
+from llmpq.runtime.step import message_of_rows
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS
 from llmpq.speculation import MAX_GAMMA, Line, MeasuredTimes
 

@@ -30,7 +30,7 @@ from llmpq.runtime.drafts.acceptance import agreeing_prefix
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.request import StepMessage
 
 
 class MtpRoundGraphs(StepGraphs):

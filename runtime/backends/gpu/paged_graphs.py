@@ -26,7 +26,8 @@ from llmpq.runtime.backends.gpu.cuda_graphs import StepGraphs, StepOutput, round
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.step import Span, StepMessage
+from llmpq.runtime.request import StepMessage
+from llmpq.runtime.step import Span
 from llmpq.sizes.step_padding import CAPTURED_TOKENS, gpu_padded
 
 

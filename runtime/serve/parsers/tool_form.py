@@ -1,6 +1,6 @@
 """How a family writes calls of tools: the marks around them, and what is read between the marks.
 
-A form is looked up by name, or by what a chat template contains (`forms.py`). Text that does not
+A form is looked up by name, or by what a chat template contains (tool_forms.py). Text that does not
 read as a call stays text.
 """
 

@@ -21,8 +21,7 @@ from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.request import Request
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.request import Request, StepMessage
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
 from reference.interpreted_stage import gpu_pool, take_gpu_path

@@ -20,8 +20,7 @@ from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.request import MicroBatch, Request, StepKind
-from llmpq.runtime.step import StepMessage
+from llmpq.runtime.request import MicroBatch, Request, StepKind, StepMessage
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.speculation import SpeculationMode

@@ -16,6 +16,7 @@ from llmpq.kernels.kv.reference import ScoreRule, Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache import cpu_paged_kv
+from llmpq.runtime.cache.kv_cache import AttentionInputs
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.models.attention import alibi_slopes
 from llmpq.runtime.request import PagedRow
@@ -108,7 +109,7 @@ def _attending_bytes(spec: ModelSpec, kv: KVPrecision, context: int) -> int:
     slopes = alibi_slopes(spec.heads) if spec.positions == "alibi" else None
     gc.collect()
     with torch.no_grad(), _Live() as live:
-        cache.attend(0, q, k, v, step, Scoring(0.1, slopes))
+        cache.attend(0, AttentionInputs(q, k, v, Scoring(0.1, slopes)), step)
     return live.peak
 
 

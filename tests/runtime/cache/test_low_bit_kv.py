@@ -8,6 +8,7 @@ from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.kernels.kv.reference import Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
+from llmpq.runtime.cache.kv_cache import AttentionInputs
 from llmpq.runtime.step import Step
 from reference.contiguous_kv import make_kv_cache
 from reference.kv_history import attend_from_history, relative_error
@@ -24,8 +25,12 @@ def test_a_prompt_sees_itself_as_decoding_would(tiny_models):
     cache = make_kv_cache(spec, KVPrecision.KV2, **shape)
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 300, heads, dim), *torch.randn(2, 2, 300, groups, dim)
-    alone = cache.attend(0, q[:1], k[:1], v[:1], Step.of([0], [0], [300]), Scoring(0.3))
-    beside = cache.attend(0, q, k, v, Step.of([0, 1], [0, 5], [300, 1]), Scoring(0.3))
+    alone = cache.attend(
+        0, AttentionInputs(q[:1], k[:1], v[:1], Scoring(0.3)), Step.of([0], [0], [300])
+    )
+    beside = cache.attend(
+        0, AttentionInputs(q, k, v, Scoring(0.3)), Step.of([0, 1], [0, 5], [300, 1])
+    )
     assert relative_error(beside[:1], alone) < 1e-5
     seen = {
         quantised: attend_from_history(

@@ -18,10 +18,9 @@ from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.stages.stage_wire import read_request, write_request
 from llmpq.runtime.links.message import pack_header, unpack_header
-from llmpq.runtime.request import Request, StepKind
+from llmpq.runtime.request import Request, StepKind, StepMessage
 from llmpq.runtime.row_sampling import RowSampling
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import StepMessage, describe
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
 from reference.open_stages import OpenStages
@@ -114,8 +113,7 @@ def test_draft_steps_sample_at_their_own_index():
         step = scheduler.next_micro_batch()
         assert step is not None
         scheduler.update_from_output(step, [[token]])
-        message = describe(step)
-        values = (message.starts_B, message.num_new_B, message.sample_steps_B, message.tokens_T)
+        values = (step.starts_B, step.num_new_B, step.sample_steps_B, step.tokens_T)
         steps.append((step.kind, *(of_rows.tolist() for of_rows in values)))
     assert steps == [
         (StepKind.PREFILL, [0], [2], [0], [1, 2]),

@@ -21,9 +21,9 @@ from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.stage_wire import read_request, write_request
 from llmpq.runtime.links.message import pack_paging, unpack_paging
 from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.request import Finished, PagedRow, Request, StepKind
+from llmpq.runtime.request import Finished, PagedRow, Request, StepKind, StepMessage
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import Step, StepMessage
+from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import TAIL_TOKENS, kv_pool_bytes
 from llmpq.sizes.pool_size import PoolSize
@@ -218,15 +218,14 @@ def test_aborts_free_blocks_and_leave_the_others_alone(tiny_models, random_promp
 
 def drive(bench: Bench, scheduler: Scheduler) -> set[int]:
     """Run what was submitted through the stages, one step at a time; return who ended."""
-    from llmpq.runtime.step import describe
 
     ended = set()
     while not scheduler.idle:
         micro_batch = scheduler.next_micro_batch()
         assert micro_batch is not None
-        message, x = describe(micro_batch), None
+        x = None
         for compute in bench.stages.computes:
-            x = compute.run(message, x)
+            x = compute.run(micro_batch, x)
         assert x is not None
         ended |= {request.id for request in scheduler.update_from_output(micro_batch, x.tolist())}
     return ended

@@ -12,10 +12,8 @@ from llmpq.runtime.engine.request_table import RequestTable
 pytestmark = pytest.mark.pure
 
 
-def add(table: RequestTable, arrival: int, stop_ids: frozenset[int] = frozenset()) -> int:
-    row = table.add(
-        arrival=arrival, number=100 + arrival, num_prompt=5, max_new=9, stop_ids=stop_ids
-    )
+def add(table: RequestTable, arrival: int) -> int:
+    row = table.add(arrival=arrival, number=100 + arrival, num_prompt=5, max_new=9)
     table.slot[row] = arrival
     return row
 
@@ -26,13 +24,11 @@ def test_rows_keep_their_counters_as_the_table_grows_and_are_used_again():
     for arrival in range(500):
         if rows and rng.random() < 0.3:
             table.remove(rows.pop(rng.choice(list(rows))))
-        rows[arrival] = add(table, arrival, frozenset(range(arrival, arrival + arrival % 4)))
+        rows[arrival] = add(table, arrival)
         assert len(set(rows.values())) == len(rows)
     for arrival, row in rows.items():
-        stops = set(table.stop_ids_NW[row].tolist()) - {-1}
         assert (table.arrival[row], table.number[row]) == (arrival, 100 + arrival)
         assert table.num_sampled[row] == 0 and table.newest[row] == -1
-        assert stops == set(range(arrival, arrival + arrival % 4))
 
 
 @pytest.mark.parametrize("tokens_ahead", [1, 2, 4])
@@ -53,24 +49,24 @@ def test_tokens_under_way_count_until_enough_are_or_the_last_one_is(tokens_ahead
     assert table.num_tokens(rows, tokens_ahead).tolist() == [8]
 
 
-def test_a_row_may_end_by_its_own_stop_tokens_its_limit_or_a_text():
+def test_a_row_may_end_by_a_stop_token_its_limit_or_a_text():
+    """Whose stop token it is the scheduler asks its request."""
     table = RequestTable()
-    stops = (frozenset(), frozenset({3}), frozenset({4, 0, 7}), frozenset({3}))
-    rows = np.array([add(table, arrival, stop) for arrival, stop in enumerate(stops)])
+    rows = np.array([add(table, arrival) for arrival in range(4)])
     table.ends_in_text[rows[3]] = True
-    for token in range(9):
-        tokens, steps = np.full(4, token), np.array([8, 1, 2, 3])
-        expected = [True, token == 3, token in (0, 4, 7), True]
-        assert table.constants(rows).may_end(tokens, steps).tolist() == expected
-    steps = np.array([7, 8, 8, 8])
-    assert table.constants(rows).may_end(np.full(4, 5), steps).tolist() == [False, True, True, True]
+    of, steps = table.constants(rows, frozenset({3, 4})), np.array([8, 1, 2, 3])
+    assert of.may_end([5, 5, 5, 5], steps) == [0, 3]
+    assert of.may_end([3, 5, 4, 3], steps) == [0, 2, 3]
+    assert of.may_end([5, 5, 5, 5], steps + 6) == [2, 3]
+    table.ends_in_text[rows[3]] = False
+    assert table.constants(rows, frozenset()).may_end([3, 3, 3, 3], steps - 1) == []
 
 
 def test_tokens_are_published_of_those_who_asked():
     table = RequestTable()
     rows = np.array([add(table, arrival) for arrival in range(4)])
     table.publishes[rows[[1, 3]]] = True
-    of = table.constants(rows)
-    assert of.published.tolist() == [1, 3] and of.numbers == [101, 103] and not of.streams
+    of = table.constants(rows, frozenset())
+    assert of.published == [1, 3] and of.numbers == [101, 103] and not of.streams
     table.streams[rows[3]] = True
-    assert table.constants(rows).streams
+    assert table.constants(rows, frozenset()).streams

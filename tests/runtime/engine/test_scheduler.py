@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmpq.precision import KVPrecision
+from llmpq.runtime.engine import scheduler as scheduler_module
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.scheduler import Phases, Scheduler
 from llmpq.runtime.request import PENDING_TOKEN, MicroBatch, PagedRow, Request, StepKind
 from llmpq.sizes.kv_format import (
     BLOCK_TOKENS,
@@ -257,10 +258,8 @@ def play(
 ) -> set[int]:
     """Serve requests that come at random times; return those that were aborted.
 
-    `depth` micro-batches are under way at most. The scheduler is checked after every move, or not
-    after every other one: it looks at every request then, and no step follows from the last one.
+    `depth` micro-batches are under way at most. The scheduler is checked after every move.
     """
-    checked = rng.choice((0.5, 1.0))
     stage = stage or FakeStage(scheduler.limits.kv, window=scheduler.limits.window)
     coming, open_, aborted = deque(requests), {}, set()
     in_flight: deque[tuple[MicroBatch, list[list[int]]]] = deque()
@@ -297,9 +296,7 @@ def play(
             for numbers, tokens in scheduler.take_new_tokens()[0]:
                 for number, token in zip(numbers, tokens, strict=True):
                     stage.published.setdefault(number, []).append(token)
-        if rng.random() < checked:
-            scheduler.check()
-    scheduler.check()
+        scheduler.check()
     assert not open_
     assert scheduler.tables.pool.num_held == 0
     assert scheduler.tables.windows is None or scheduler.tables.windows.pool.num_held == 0
@@ -770,19 +767,19 @@ def test_a_step_says_of_rows_what_is_new_and_nothing_else():
 
 
 @pytest.mark.parametrize("ended", ["by a stop token", "by an abort", "by nothing"])
-def test_steps_in_which_nothing_happens_follow_from_the_last_one(ended, monkeypatch):
-    """Until a row needs a block, fills one or ends, or a request comes."""
-    scheduler, stage = (
-        Scheduler(limits(num_blocks=40, step_tokens=200)),
-        FakeStage(KVPrecision.KV16),
-    )
+def test_requests_are_sorted_by_phase_only_where_one_may_have_changed_it(ended, monkeypatch):
+    """Where one comes, goes or gets on in its prompt; not in the hundreds of steps between."""
+    scheduler = Scheduler(limits(num_blocks=40, step_tokens=200))
+    stage = FakeStage(KVPrecision.KV16)
     requests = [Request(id=n, prompt=(n + 1,) * 20, max_new=300, recorded=True) for n in range(3)]
     expected = simple_schedule(requests)
     if ended == "by a stop token":
         requests[1].stop_ids = frozenset({99})
         expected[1][150:] = [99]
-    looked, look = [], scheduler._ready_sets
-    monkeypatch.setattr(scheduler, "_ready_sets", lambda: looked.append(1) or look())
+    sorted_anew = []
+    monkeypatch.setattr(
+        scheduler_module, "Phases", lambda **sets: sorted_anew.append(sets) or Phases(**sets)
+    )
     for request in requests:
         scheduler.submit(request)
     num_steps, late, published = 0, Request(id=3, prompt=(4,) * 9, max_new=100), {}
@@ -801,7 +798,7 @@ def test_steps_in_which_nothing_happens_follow_from_the_last_one(ended, monkeypa
             for number, token in zip(numbers, new, strict=True):
                 published.setdefault(number, []).append(token)
     scheduler.check()
-    assert scheduler.idle and num_steps >= 300 and len(looked) < 50
+    assert scheduler.idle and num_steps >= 300 and 0 < len(sorted_anew) < 20
     for request in requests:
         want = expected[request.id]
         if ended == "by an abort" and request.id == 1:

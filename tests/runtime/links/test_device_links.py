@@ -13,8 +13,8 @@ from llmpq.runtime.links.device_links import KINDS, DeviceTransport, connect_dev
 from llmpq.runtime.links.peer_links import BufferSizes
 from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, MessageSizes, join_gloo
 from llmpq.runtime.options import choices
-from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.step import STOP, StepMessage, message_of_rows
+from llmpq.runtime.request import STOP, PagedRow, StepKind, StepMessage
+from llmpq.runtime.step import message_of_rows
 
 pytestmark = pytest.mark.cluster
 STAGES, HIDDEN = 3, 24

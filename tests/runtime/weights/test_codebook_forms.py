@@ -24,9 +24,8 @@ from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.codebook_forms import bitsandbytes_weight
-from llmpq.runtime.weights.dequantized_source import open_dequantized
 from llmpq.runtime.weights.layer_cache import KeptLayers
-from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint, open_dequantized
 from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu

@@ -8,6 +8,7 @@ import torch
 from llmpq.kernels import nvrtc
 from llmpq.kernels.gemm import linear_gpu
 from llmpq.kernels.gemm.cuda import gemv_launch
+from llmpq.kernels.gemm.operands.linear_operands import LinearOperands
 from llmpq.kernels.gemm.ranking.config import Config, make_plan
 from reference.check_gemm import LIMITS, random_weight
 from reference.gemm_twins import linear_reference, relative_error
@@ -41,11 +42,11 @@ def test_every_form_and_number_of_rows(bits, group, symmetric, tensor_cores):
     for rows in (1, 2, 3, 7, 8, 9, 16, 33, 70):
         x = torch.randn(rows, 1000, device="cuda").to(HALF)
         y = torch.empty(rows, 528, device="cuda", dtype=HALF)
-        gemv_launch.launch(x, q, None, None, y, tensor_cores=tensor_cores)
+        gemv_launch.launch(FEW, LinearOperands(x, q, None, None, y), tensor_cores=tensor_cores)
         exact = linear_reference(x, q, exact=True)
         assert relative_error(y, exact) < LIMITS[HALF], rows
     q.planes[0][100:1400] = q.planes[0][100:1400] >> 4 | q.planes[0][100:1400] << 4
-    gemv_launch.launch(x, q, None, None, y, tensor_cores=tensor_cores)
+    gemv_launch.launch(FEW, LinearOperands(x, q, None, None, y), tensor_cores=tensor_cores)
     assert relative_error(y, exact) > 2 * LIMITS[HALF], "a planted fault"
 
 

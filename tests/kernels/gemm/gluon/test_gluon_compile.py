@@ -10,8 +10,9 @@ from triton.experimental.gluon import language as gl
 from llmpq.kernels.gemm.gluon import gluon_launch as gemm_gluon_launch
 from llmpq.kernels.gemm.gluon import wgmma_gemm as gemm_gluon
 from llmpq.kernels.gemm.gluon.wgmma_gemm import wgmma_gemm_kernel
+from llmpq.kernels.gemm.operands.linear_operands import LinearOperands
 from llmpq.kernels.gemm.ranking.candidates import GLUON_FORMS, gluon_candidates
-from llmpq.kernels.gemm.ranking.config import Config
+from llmpq.kernels.gemm.ranking.config import Config, make_plan
 from llmpq.kernels.gemm.ranking.machine import REFERENCE
 from llmpq.kernels.gemm.ranking.predict import Product
 from llmpq.kernels.gemm.ranking.wgmma_plan import (
@@ -207,11 +208,12 @@ def test_each_row_is_stored_once_and_no_long_x_is_read_past_its_end(config, monk
 
     monkeypatch.setattr(gemm_gluon, "wgmma_gemm_kernel", Recorder())
     monkeypatch.setattr(gemm_gluon_launch, "multiprocessors", lambda device: 132)
+    plan = make_plan(config, (9, 0))
     q = random_weight(64, 128, 4, True, 128, torch.float16, torch.device("cpu"))
     bt = config.bm
     for m in (1, bt - 1, bt, bt + 1, 2 * bt - 1, 2 * bt, 5 * bt + 3):
         x, y = torch.zeros(m, 128).half(), torch.zeros(m, 64).half()
-        gemm_gluon_launch.launch(config, x, q, None, None, y, lambda *_: torch.zeros(99))
+        gemm_gluon_launch.launch(plan, LinearOperands(x, q, None, None, y))
         given = dict(zip(wgmma_gemm_kernel.arg_names, launches[-1], strict=False))
         stored = torch.zeros(m)
         for tile in range(given["m_tiles"]):
