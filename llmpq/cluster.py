@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ from llmpq.devices.device_spec import (
     device_specs,
     which_memory,
 )
+from llmpq.devices.device_text import groups_of_text
 from llmpq.errors import nearest, unknown_name
 from llmpq.file_form import FileForm
 from llmpq.units import Size
@@ -49,10 +51,14 @@ class Link(FileForm):
         return self.latency_us * 1e-6 + num_bytes * 8 / (self.gbps * 1e9)
 
 
+_CardName = Annotated[str, BeforeValidator(lambda name: str(name) if type(name) is int else name)]
+"""A card's name, which may be a number in YAML: 3060."""
+
+
 class DeviceGroup(FileForm):
     """`count` equal devices of one node."""
 
-    kind: Annotated[str, BeforeValidator(lambda kind: str(kind) if type(kind) is int else kind)]
+    kind: _CardName
     """A card that `llmpq-algo devices --known` lists, `CPU`, or any name beside `spec`."""
     count: int = Field(default=1, gt=0, le=1000)
     memory: Size | None = None
@@ -64,6 +70,25 @@ class DeviceGroup(FileForm):
     emulate: Emulate | None = None
     spec: DeviceSpec | None = None
     """Inline description of a kind that is not in the table."""
+
+
+def _groups(devices: object) -> object:
+    """Return devices with those said as text, as a card's number or as `T4: 8` as groups."""
+    listed = devices if isinstance(devices, list) else [devices]
+    found: list[object] = []
+    for one in listed:
+        words = [str(one)] if type(one) in (str, int) else _counted(one)
+        found += [group for word in words for group, _ in groups_of_text(word, "device")]
+        if not words:
+            found.append(one)
+    return devices if found == [devices] else found
+
+
+def _counted(one: object) -> list[str]:
+    """Return a table of cards and how many as texts, nothing for any other value."""
+    if not isinstance(one, dict) or not all(type(count) is int for count in one.values()):
+        return []
+    return [] if set(one) & set(DeviceGroup.model_fields) else [f"{k}:{n}" for k, n in one.items()]
 
 
 class PairLink(Link):
@@ -104,8 +129,9 @@ class Node(FileForm):
     name: str
     host: str | None = None
     """The name or address (IPv4 or IPv6) of its Ray node; left out, `labels` or devices tell."""
-    devices: tuple[DeviceGroup, ...] = ()
-    accelerators: str | None = None
+    devices: Annotated[tuple[DeviceGroup, ...], BeforeValidator(_groups)] = ()
+    """Groups, or texts as `--devices` takes them: `[T4:8, cpu=64GB+16threads]`, `{T4: 8}`."""
+    accelerators: _CardName | None = None
     """Short form of one device group, `T4:3`."""
     labels: Mapping[str, str] = {}
     """Labels that its Ray node was started with."""
@@ -337,7 +363,7 @@ class Cluster(FileForm):
         if not str(path).strip():
             raise ValueError("the name of a cluster file is empty")
         try:
-            data = yaml.safe_load(Path(path).read_text())
+            data = yaml.load(Path(path).read_text(), Loader=_Loader)  # noqa: S506
         except FileNotFoundError:
             raise ValueError(f"no such cluster file: '{path}'") from None
         except IsADirectoryError:
@@ -365,6 +391,21 @@ class Cluster(FileForm):
         ]
         title = "-".join(f"{n}x{c}" for n, c in zip(names, counts, strict=True))
         return cls.parse_data({"name": title, "nodes": nodes}, where="--device_names")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without its numbers to the base of 60, which `3090:2` would be one of."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if not form.match("3090:2")]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"[-+]?(?:0b[01_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"),
+    list("-+0123456789"),
+)
 
 
 def _leading(device: Device) -> Device:

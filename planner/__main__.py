@@ -120,7 +120,7 @@ def _plan(request: requests.PlanRequest) -> None:
         if request.pareto:
             from llmpq.planner.cli.show_front import show_front
 
-            show_front(request, job.problem, job.options, job.path)
+            show_front(request, job)
         else:
             with line_if_long("looking for the best plan", job.options.asked_s):
                 make_and_show(request, job)

@@ -8,14 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan, Predicted, Prefer, SolverReport
 from llmpq.planner import limits
 from llmpq.planner.check.verify import MOST_WAVES
 from llmpq.planner.evaluate.objective import job_time, value
 from llmpq.planner.front.preference import TOLERANCE, WEIGHTS
-from llmpq.planner.problem.make_problem import parse_kv, stated_theta
+from llmpq.planner.problem.make_problem import kvs_to_plan, stated_theta
 from llmpq.planner.problem.outcome import OPTIMAL_GAP, Outcome, Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
@@ -71,7 +70,7 @@ def in_waves(
     return min(found, key=lambda one: _score_in_waves(one, options))
 
 
-def solve_options(request: PlanRequest, cluster: Cluster) -> SolveOptions:
+def solve_options(request: PlanRequest, problem: Problem) -> SolveOptions:
     """Return how to solve, from the request and what the cluster's author recommends."""
     method, budget = request.method or "exact", None
     if method == "flexgen":
@@ -83,9 +82,9 @@ def solve_options(request: PlanRequest, cluster: Cluster) -> SolveOptions:
         gap=limits.within("--gap", request.gap, 1.0),
         backend=request.solver or "highs",
         budget=budget,
-        kvs=parse_kv(request.kv),
+        kvs=kvs_to_plan(problem, request.kv),
         prefer=None
-        if budget is not None or stated_theta(request, cluster) is not None
+        if budget is not None or stated_theta(request, problem.cluster) is not None
         else request.prefer or DEFAULT_PREFER,
         tie=TIE,
         groups=request.tensor_parallel is None,

@@ -123,7 +123,7 @@ def make_plan(
     for note in warnings_of(notes):
         _log.warning("%s", note.removeprefix(WARNING))
     best, refused = None, ""
-    options = solve_options(request, problem.cluster)
+    options = solve_options(request, problem)
     try:
         best = answer(problem, options, path)
     except NothingFitsError as error:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.capabilities import execution_modes, lacks, packed_kv_sentence
 from llmpq.cluster import Cluster, Device, DeviceGroup
 from llmpq.devices.device_spec import known_kind
 from llmpq.errors import DoesNotFitError
@@ -42,7 +41,7 @@ from llmpq.planner.evaluate.fits import (
     smallest_microbatches,
 )
 from llmpq.planner.evaluate.objective import job_time, value
-from llmpq.planner.problem.make_problem import generic_sensitivity
+from llmpq.planner.problem.make_problem import generic_sensitivity, runs_packed_kv
 from llmpq.planner.problem.named_inputs import with_reserve
 from llmpq.planner.problem.outcome import Assignment, Outcome
 from llmpq.planner.problem.problem import Problem
@@ -99,19 +98,6 @@ class StageRoom:
     device: Device
     """The device that is closest to holding what is missing."""
     missing_bytes: int
-
-
-def runs_packed_kv(p: Problem) -> bool:
-    """Whether the job's devices run its model with a KV cache of fewer than 16 bits."""
-    modes = execution_modes(
-        gpu=any(not d.spec.is_cpu and d.spec.export_only is None for d in p.cluster.devices),
-        kv=KVPrecision.KV8,
-        drafts=False,
-        dtype=p.workload.dtype,
-    )
-    if packed_kv_sentence((d.kind, d.spec) for d in p.cluster.devices) is not None:
-        return False
-    return not any(lacks(p.spec, m, max_len=p.workload.max_len) for m in modes if m != "gpu")
 
 
 def too_big(p: Problem) -> bool:

@@ -23,7 +23,12 @@ from llmpq.planner.cli.what_if import share_of
 from llmpq.planner.evaluate.fits import longest_context
 from llmpq.planner.evaluate.objective import job_time, sum_omega
 from llmpq.planner.exact.start.starts import quick_plan
-from llmpq.planner.problem.make_problem import GENERIC_NOTE, make_problem, parse_kv
+from llmpq.planner.problem.make_problem import (
+    GENERIC_NOTE,
+    kvs_to_plan,
+    make_problem,
+    runs_packed_kv,
+)
 from llmpq.planner.problem.outcome import Assignment
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import FITS_CONTEXT, FitsRequest, PlanRequest
@@ -33,7 +38,6 @@ from llmpq.planner.refusal import (
     counted_plan,
     refusal_of,
     repriced,
-    runs_packed_kv,
     too_big_in_any_chunks,
 )
 from llmpq.planner.solving.methods import SolveOptions
@@ -164,7 +168,7 @@ def fit_answer(request: FitsRequest) -> FitAnswer:
     problem, notes = instead_of_float32(asked, problem, notes, usual_context=usual)
     if problem.offered and asked.bits is None:
         notes = [*notes, stored_line(path or problem.spec.name, problem.offered)]
-    kvs = parse_kv(asked.kv)
+    kvs = kvs_to_plan(problem, asked.kv)
     context = problem.workload.prompt_len + problem.workload.gen_len
     rows = list(_rows(problem, kvs, listed=request.kv is None))
     batches = (1, problem.workload.batch if problem.workload.batch > 1 else USUAL_BATCH)

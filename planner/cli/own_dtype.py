@@ -43,7 +43,7 @@ def in_own_dtype(
     alone = over_own_dtype(request, problem)
     if alone is None:
         return None
-    options = solve_options(request, alone.cluster)
+    options = solve_options(request, alone)
     try:
         found = answer(alone, options, path)
     except DoesNotFitError:
@@ -70,7 +70,7 @@ def closer_refusal(
     if alone is None or not _reaches(alone, problem):
         return refused
     try:
-        answer(alone, solve_options(request, alone.cluster), path)
+        answer(alone, solve_options(request, alone), path)
     except DoesNotFitError as closer:
         cards = _cards(without_bfloat16(problem.cluster))
         return DoesNotFitError(f"{closer}; {cards} are {LEFT_OUT}")

@@ -15,6 +15,7 @@ from llmpq.planner.answer import checked_plan
 from llmpq.planner.cli.arguments import DEFAULT_POINTS
 from llmpq.planner.cli.long_search import line_if_long
 from llmpq.planner.cli.show_plan import (
+    PlanJob,
     check_outputs,
     more_than_pipelines,
     one_pipeline_notes,
@@ -47,10 +48,9 @@ class ListedFront:
     complete: bool
 
 
-def show_front(
-    request: PlanRequest, problem: Problem, options: SolveOptions, path: str | None
-) -> None:
+def show_front(request: PlanRequest, job: PlanJob) -> None:
     """Write the plans of the front to `-o`, print the table (or all of it as JSON)."""
+    problem, options = job.problem, job.options
     if options.method != "exact":
         raise ValueError(f"--pareto is for --method exact, not {options.method}")
     if options.budget is not None:
@@ -60,7 +60,7 @@ def show_front(
         raise ValueError(f"--pareto-points must be at least 2, got {points}")
     check_outputs(request)
     with line_if_long("looking for the plans of the front", options.asked_s):
-        front = list_front(problem, options, path, points)
+        front = list_front(problem, options, job.path, points)
     unit = problem.sensitivity.four_bit_omega()
     chosen = chosen_row(front.plans, options, problem.theta, unit)
     text = json.dumps({**_content(front), "chosen": chosen}, indent=1) + "\n"
@@ -71,9 +71,11 @@ def show_front(
     if request.json:
         sys.stdout.write(text)
         return
-    from llmpq.planner.cli.report import front_table
+    from llmpq.planner.cli.report import front_table, remarks_of, warnings_of
 
     console = open_console()
+    for line in warnings_of(job.notes):
+        say(console, line)
     console.print(front_table(front.plans, chosen), width=min(console.width, TABLE_COLUMNS))
     how = f"--theta {problem.theta:g}" if options.prefer is None else f"--prefer {options.prefer}"
     shared = one_pipeline_notes(request, options, problem)
@@ -84,8 +86,8 @@ def show_front(
     say(console, f"another of these plans: the same command {instead}, with --quality-budget LOSS")
     if any(plan.solver.status != "optimal" for plan in front.plans):
         say(console, "?: not proven; a longer --time-limit may find a faster plan of that loss")
-    for note in shared:
-        say(console, f"note: {note}")
+    for line in remarks_of([*shared, *job.notes]):
+        say(console, line)
     if request.output:
         say(console, f"wrote {request.output}: {len(front.plans)} plans")
     if request.report:

@@ -77,7 +77,7 @@ def read_job(request: PlanRequest) -> PlanJob:
     """Check a request and read its files; say which precisions a stored model keeps."""
     _check_mode(request.speculate)
     problem, path, notes = make_problem(request)
-    options = solve_options(request, problem.cluster)
+    options = solve_options(request, problem)
     if problem.offered and request.bits is None:
         line = stored_line(path or problem.spec.name, problem.offered)
         sys.stderr.write(f"llmpq-algo: {line}\n")
@@ -498,7 +498,7 @@ def _changed(
         new = [n for n in notes if n.startswith("assumed: ") and n not in known]
         own = [n for n in new if "stay free" not in n]
         said = f"{change} ({'; '.join(own)})" if own else change
-        found.append((said, changed, other, solve_options(changed, other.cluster)))
+        found.append((said, changed, other, solve_options(changed, other)))
     return found
 
 

@@ -64,7 +64,7 @@ def traffic_job(request: PlanRequest) -> tuple[PlanJob, NamedTraffic, TrafficObj
     )
     job = read_job(of_means)
     problem, notes = instead_of_float32(of_means, job.problem, job.notes)
-    options = solve_options(of_means, problem.cluster)
+    options = solve_options(of_means, problem)
     job = replace(job, problem=problem, notes=notes, options=options)
     most = job.problem.spec.max_positions
     if lengths.longest > most:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from llmpq.capabilities import (
+    ExecutionMode,
     execution_modes,
     lacking_sentence,
+    lacks,
     packed_kv_sentence,
     without_tensor_cores,
 )
@@ -250,6 +252,7 @@ def make_problem(
         + [f"assumed: {line}" for line in named.assumptions]
         + [note for note in (dtype_note(spec, cluster, workload.dtype), too_long) if note]
         + _not_run(spec, cluster, workload)
+        + _kv_left_out(built.problem, request.kv)
         + _left_to_the_class(path, spec)
         + _tokenizer_lack(path)
         + crowded_notes(built.problem.cluster)
@@ -286,12 +289,8 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
         for kind, engine in dict.fromkeys((d.kind, d.spec.export_only) for d in cluster.devices)
         if engine is not None
     ]
-    ways = execution_modes(
-        gpu=any(not d.spec.is_cpu for d in cluster.devices),
-        kv=workload.kv,
-        drafts=False,
-        dtype=workload.dtype,
-    )
+    gpu = any(not d.spec.is_cpu for d in cluster.devices)
+    ways = execution_modes(gpu=gpu, kv=workload.kv, drafts=False, dtype=workload.dtype)
     kinds = [(device.kind, device.spec) for device in cluster.devices]
     lacking = [lacking_sentence(spec, ways, max_len=workload.max_len)]
     if workload.kv is not KVPrecision.KV16:
@@ -508,6 +507,46 @@ def parse_kv(text: str) -> tuple[KVPrecision, ...]:
     """Read `16,8`; most precise first."""
     found = {KVPrecision.parse(part) for part in text.replace(" ", "").split(",")}
     return tuple(sorted(found, key=lambda kv: -kv.bits))
+
+
+def runs_packed_kv(p: Problem) -> bool:
+    """Whether the job's devices run its model with a KV cache of fewer than 16 bits."""
+    old = packed_kv_sentence((d.kind, d.spec) for d in p.cluster.devices)
+    lacking = (lacks(p.spec, mode, max_len=p.workload.max_len) for mode in _packed_modes(p))
+    return old is None and not any(lacking)
+
+
+def _packed_modes(p: Problem) -> list[ExecutionMode]:
+    """Return the modes of a packed cache that its devices take; an exported plan's are its own."""
+    run_here = (d for d in p.cluster.devices if d.spec.export_only is None)
+    modes = execution_modes(
+        gpu=any(not device.spec.is_cpu for device in run_here),
+        kv=KVPrecision.KV8,
+        drafts=False,
+        dtype=p.workload.dtype,
+    )
+    return [mode for mode in modes if mode != "gpu"]
+
+
+def kvs_to_plan(p: Problem, text: str) -> tuple[KVPrecision, ...]:
+    """Return the KV bits of `--kv` to choose among, most precise first.
+
+    Where 16 bits are allowed, too, none that the job's devices do not run.
+    """
+    kvs = parse_kv(text)
+    whole = KVPrecision.KV16
+    return (whole,) if whole in kvs and not runs_packed_kv(p) else kvs
+
+
+def _kv_left_out(p: Problem, text: str) -> list[str]:
+    """Say which KV bits that are allowed no plan has, and why."""
+    kept = kvs_to_plan(p, text)
+    gone = [str(kv.bits) for kv in parse_kv(text) if kv not in kept]
+    if not gone:
+        return []
+    why = lacking_sentence(p.spec, _packed_modes(p), max_len=p.workload.max_len)
+    why = why or packed_kv_sentence((d.kind, d.spec) for d in p.cluster.devices)
+    return [f"no plan has a KV cache of {' or '.join(gone)} bits: {why}"]
 
 
 def default_bits(

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import local_model, require_named
 from llmpq.cluster import Cluster, Device, DeviceGroup, Node
-from llmpq.devices.device_list import DeviceList, read_devices, which_version
-from llmpq.devices.device_spec import canonical_kind
+from llmpq.devices.device_list import DeviceList, read_devices
+from llmpq.devices.device_spec import canonical_kind, device_specs
+from llmpq.devices.device_text import which_version
 from llmpq.devices.this_machine import read_machine, this_machine
 from llmpq.errors import nearest, shortened
 from llmpq.gpu_memory import cluster_within, with_groups
@@ -141,7 +142,7 @@ def _named_devices(request: DevicesRequest) -> DeviceList:
         cluster = Cluster.from_counts(request.device_names, numbers)
     else:
         cluster = this_machine() if request.cluster is None else Cluster.load(request.cluster)
-    return DeviceList(cluster, tuple(_versions(cluster)))
+    return DeviceList(cluster, (*_versions(cluster), *_open_cpus(cluster)))
 
 
 def _versions(cluster: Cluster) -> list[str]:
@@ -155,6 +156,22 @@ def _versions(cluster: Cluster) -> list[str]:
     return [
         line for name in dict.fromkeys(named) for line in which_version(name, canonical_kind(name))
     ]
+
+
+def _open_cpus(cluster: Cluster) -> list[str]:
+    """Say what a cluster's CPUs are taken to have, where their groups leave it open."""
+    lines = []
+    for node in cluster.nodes:
+        for group in node.groups():
+            if group.spec is not None or not device_specs()[canonical_kind(group.kind)].is_cpu:
+                continue
+            threads = "" if group.threads is not None else "1 thread"
+            memory = device_specs()[canonical_kind(group.kind)].memory
+            size = "" if group.memory is not None else f"{format_size(memory)} of memory"
+            taken = [said for said in (threads, size) if said]
+            if taken:
+                lines.append(f"{node.name}: cpu has {', '.join(taken)}; or say threads and memory")
+    return list(dict.fromkeys(lines))
 
 
 def _left_free(cluster: Cluster) -> list[str]:

@@ -84,3 +84,43 @@ def test_accelerators_are_of_one_kind(stated: str) -> None:
     data = {"name": "home", "nodes": [{"name": "box", "accelerators": stated}]}
     with pytest.raises(ValueError, match="several kinds are a list under 'devices'"):
         Cluster.parse_data(data, where="home.yaml").devices  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("stated", "names"),
+    [
+        ("devices: [T4:2, 3060]", ["T4-0", "T4-1", "RTX-3060-0"]),
+        ("devices: [3090:2, {kind: 4090}]", ["RTX-3090-0", "RTX-3090-1", "RTX-4090-0"]),
+        ("devices: 2x 3090", ["RTX-3090-0", "RTX-3090-1"]),
+        ("devices: {4090: 1, L4: 2}", ["RTX-4090-0", "L4-0", "L4-1"]),
+        ("devices: [cpu=64GB+16threads]", ["CPU-0"]),
+        ("accelerators: 4060:2", ["RTX-4060-0", "RTX-4060-1"]),
+    ],
+)
+def test_devices_of_a_file_are_said_as_on_the_command_line(
+    tmp_path: Path, stated: str, names: list[str]
+) -> None:
+    """YAML reads `3090:2` as a number to the base of 60, 185,402, unless it is told."""
+    path = tmp_path / "c.yaml"
+    path.write_text(f"name: x\nnodes:\n- name: a\n  {stated}\n")
+    devices = Cluster.load(path).devices
+    assert [device.name for device in devices] == names
+    if "cpu" in stated:
+        assert (devices[0].threads, devices[0].memory_bytes) == (16, 64 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("stated", "text"),
+    [
+        ("[T5:2]", "'nodes.0.devices': device T5:2: unknown device 'T5': nearest: T4 "),
+        ("[4090:0]", "device 4090:0: expected 1 to 1,000 devices, got 0"),
+        ("{T4: 2, count: 2}", "'nodes.0.devices': expected a list, got "),
+        ("[true]", "'nodes.0.devices.0': expected a table with keys of count, "),
+    ],
+)
+def test_devices_of_a_file_that_are_none(tmp_path: Path, stated: str, text: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"{{name: x, nodes: [{{name: a, devices: {stated}}}]}}")
+    with pytest.raises(ValueError, match="c.yaml: ") as error:
+        Cluster.load(path)
+    assert text in str(error.value)

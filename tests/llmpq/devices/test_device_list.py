@@ -8,7 +8,7 @@ import re
 import pytest
 
 from llmpq.cluster import Cluster
-from llmpq.devices.device_list import CPU_THREADS, read_devices
+from llmpq.devices.device_list import read_devices
 from llmpq.devices.device_spec import (
     canonical_kind,
     device_specs,
@@ -16,6 +16,7 @@ from llmpq.devices.device_spec import (
     siblings,
     unknown_card,
 )
+from llmpq.devices.device_text import CPU_THREADS
 from llmpq.devices.this_machine import Host, MachineDevices, parse_gpus
 
 pytestmark = pytest.mark.pure

@@ -135,8 +135,8 @@ def test_reserve_leaves_memory_free(capsys: pytest.CaptureFixture[str], tmp_path
 
 def test_kv_bits_are_a_trade(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    words = ["--cluster", str(PAPER / "09.yaml"), "--model", "opt-30b", "--global_bz", "32"]
-    words += ["--engines", "1"]
+    words = ["--devices", "4090,3090:2", "--model", "opt-30b", "--global_bz", "32"]
+    words += ["--engines", "1", "--tensor-parallel", "1"]
     _run(capsys, *words, "--kv", "16,8", "-o", str(out))
     low = Plan.load(out)
     _run(capsys, *words, "--kv", "16", "-o", str(out))

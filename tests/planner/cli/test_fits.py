@@ -206,6 +206,30 @@ def test_a_cache_of_fewer_bits_is_named_only_where_every_gpu_reads_it(fits: Any)
     assert any("before Ampere (T4): plan with --kv 16" in note for note in report["notes"])
 
 
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        ("--devices t4:2 --model qwen3-8b", "no kernels for a KV cache of 8, 4 or 2 bits on GPUs"),
+        ("--devices 3090,v100 --model qwen3-8b", "GPUs before Ampere (V100-32GB)"),
+        ("--devices 4090 --model gemma-4-31b", "has heads of more than 256 channels, which"),
+    ],
+)
+def test_bits_that_no_device_runs_are_not_planned_beside_16(
+    fits: Any, capsys: pytest.CaptureFixture[str], job: str, why: str
+) -> None:
+    """Planned in 8 bits, as allowed, a plan could not be run; alone, 8 bits are as asked."""
+    _, report, _ = fits(f"{job} --kv 8,16 --bits 4")
+    assert {row["kv"] for row in report["forms"]} == {"kv16"}
+    (note,) = [note for note in report["notes"] if note.startswith("no plan has a KV cache of 8 ")]
+    assert why in note
+    words = f"{job} --batch 2 --bits 4 --engines 1 --tensor-parallel 1 --json --kv"
+    kvs = []
+    for kv in ("16,8", "8"):
+        assert main([*words.split(), kv]) == 0
+        kvs.append(json.loads(capsys.readouterr().out)["workload"]["kv"])
+    assert kvs == ["kv16", "kv8"]
+
+
 def test_a_cache_of_fewer_bits_that_holds_fewer_tokens_is_explained(fits: Any) -> None:
     _, windows, _ = fits("--devices 4090 --model gpt-oss-20b --batch 8 --context 16k")
     assert any("layers with a window keep all tokens" in note for note in windows["notes"])

@@ -109,7 +109,7 @@ def test_a_batch_beyond_all_memory_is_refused_before_any_search(
     words = ["--global-bz", "10000", "--s", "512", "--n", "100", "--kv", "16,8", *flags.split()]
     code, _, err = _run(capsys, *SMALL, *words)
     assert code == 5 and time.thread_time() - start < 5
-    assert err.startswith("llmpq-algo: opt-1.3b does not fit T4x1-V100x1: even at w4a16 and kv8, ")
+    assert err.startswith("llmpq-algo: opt-1.3b does not fit T4x1-V100x1: even at w4a16 and kv16, ")
 
 
 def test_a_thousand_devices_are_refused_as_fast(
