@@ -7,7 +7,7 @@ is named that has not been planned so, its bytes counted again as the runtime al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -46,7 +46,7 @@ from llmpq.planner.problem.named_inputs import with_reserve
 from llmpq.planner.problem.outcome import Assignment, Outcome
 from llmpq.planner.problem.problem import Problem
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
-from llmpq.units import format_size, shown
+from llmpq.units import format_size, parse_size, shown
 
 GB = 10**9
 CPU_SIZES = (16, 32, 64, 128, 256, 512)
@@ -308,7 +308,7 @@ class _Ways:
         if not any(ways):
             ways = [self._least_and_length()]
         reserve = self._reserve() if self.names_flags else ""
-        return [way for way in (reserve, *ways, self._cards(), self._cpu()) if way]
+        return [way for way in (reserve, *ways, self._larger(), self._cards(), self._cpu()) if way]
 
     def _fewer_bits(self) -> list[Precision]:
         """Return the precisions below those allowed, most bits first."""
@@ -427,9 +427,22 @@ class _Ways:
             )
         return ""
 
+    def _larger(self) -> str:
+        """Return a machine with more memory, of those that are sold with several sizes."""
+        for device in self.p.cluster.devices:
+            for sold in device.spec.sold_with:
+                size = parse_size(sold)
+                if device.spec.installed(size) <= device.memory_bytes:
+                    continue
+                cluster = _with_memory(self.p.cluster, device, size)
+                if _planned(self.job, cluster=cluster):
+                    return f"{device.kind}={sold.replace(' ', '')} instead"
+        return ""
+
     def _cards(self) -> str:
-        """Return the fewest cards more, of a kind there is."""
-        gpus = {d.kind: d.memory_bytes for d in self.p.cluster.devices if not d.spec.is_cpu}
+        """Return the fewest cards more, of a kind there is and that a machine may have more of."""
+        own = [d for d in self.p.cluster.devices if not d.spec.is_cpu and not d.spec.host_share]
+        gpus = {device.kind: device.memory_bytes for device in own}
         room = limits.MAX_DEVICES - len(self.p.cluster.devices)
         for count in range(1, min(MOST_CARDS, room) + 1):
             for kind in sorted(gpus, key=lambda kind: gpus[kind]):
@@ -542,11 +555,14 @@ def counted_plan(p: Problem, a: Assignment, *, model_path: str | None = None) ->
 
 
 def _with_cpu(cluster: Cluster, memory_bytes: int) -> Cluster | None:
-    """Return a cluster with a CPU of this memory on its first node; None where it has as much."""
+    """Return a cluster with a CPU of this memory on its first node; None where it has as much, or
+    where its memory is the GPU's as well."""
     cpus = [device for device in cluster.devices if device.spec.is_cpu]
     if known_kind("cpu") is None or any(device.memory_bytes >= memory_bytes for device in cpus):
         return None
     node = next(n for n in cluster.nodes if not cpus or n.name == cpus[0].node)
+    if any(device.spec.host_share for device in cluster.devices if device.node == node.name):
+        return None
     own = [g for g in node.groups() if g.kind.lower() != "cpu"]
     kept = [g for g in node.groups() if g.kind.lower() == "cpu"][:1]
     cpu = kept[0] if kept else DeviceGroup(kind="CPU", threads=8)
@@ -556,14 +572,30 @@ def _with_cpu(cluster: Cluster, memory_bytes: int) -> Cluster | None:
 
 def _with_cards(cluster: Cluster, kind: str, count: int) -> Cluster:
     """Return a cluster with more cards of a kind, on the node that has one."""
-    node = next(d.node for d in cluster.devices if d.kind == kind)
-    number = next(d.index for d in cluster.devices if d.kind == kind)
+    first = next(d for d in cluster.devices if d.kind == kind)
+    return _with_group_of(
+        cluster,
+        first,
+        lambda group: group.model_copy(update={"count": group.count + count}),
+    )
+
+
+def _with_memory(cluster: Cluster, device: Device, size: int) -> Cluster:
+    """Return a cluster with another size of memory of a device, and of those in its group."""
+    larger = {"memory": size, "reserve": None}
+    return _with_group_of(cluster, device, lambda group: group.model_copy(update=larger))
+
+
+def _with_group_of(
+    cluster: Cluster, device: Device, change: Callable[[DeviceGroup], DeviceGroup]
+) -> Cluster:
+    """Return a cluster in which the group that a device is of is changed."""
     groups, before = [], 0
-    for group in next(n for n in cluster.nodes if n.name == node).groups():
-        more = count if before <= number < before + group.count else 0
-        groups.append(group.model_copy(update={"count": group.count + more}))
+    for group in next(n for n in cluster.nodes if n.name == device.node).groups():
+        is_its = before <= device.index < before + group.count
+        groups.append(change(group) if is_its else group)
         before += group.count
-    return _with_groups(cluster, node, groups)
+    return _with_groups(cluster, device.node, groups)
 
 
 def _with_groups(cluster: Cluster, node: str, groups: Sequence[DeviceGroup]) -> Cluster:

@@ -94,8 +94,8 @@ def memory_lines(
     if not said:
         return None, None
     lack = (
-        f"{', '.join(short)} in llama.cpp's forms; plan with fewer --bits, a smaller --kv or a "
-        "larger --reserve"
+        f"{', '.join(short)} in llama.cpp's forms; plan with --weight-group-size 32, whose scales "
+        "are counted as its blocks have them, with fewer --bits or a smaller --kv"
     )
     return f"# memory in llama.cpp's forms: {', '.join(said)}", lack if short else None
 

@@ -67,6 +67,25 @@ def test_every_change_that_a_refusal_names_fits(
     assert given <= set(words), "no flag that was not typed"
 
 
+@pytest.mark.parametrize(
+    ("job", "instead"),
+    [
+        ("--devices m4-max=36GB --model llama-3.1-70b --bits 4", "M4-Max=64GB"),
+        ("--devices strix-halo=32GB --model qwen3-32b --bits 4,8 --context 40k", "Strix-Halo=64GB"),
+        ("--devices gb10 --model llama-3.1-405b --bits 4", None),
+    ],
+)
+def test_a_machine_whose_gpu_has_the_hosts_memory_gets_no_card_and_no_more_of_it(
+    capsys: pytest.CaptureFixture[str], job: str, instead: str | None
+) -> None:
+    words = [*job.split(), "--batch", "1", *JOB.split()]
+    line = refusal(capsys, words)
+    assert "more " not in line.partition("; what fits")[2] and "cpu=" not in line
+    assert (instead is not None) == (f"{instead} instead" in line)
+    if instead is not None:
+        assert main([words[0], instead, *words[2:]]) == 0
+
+
 def test_a_refusal_takes_no_search(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--devices 4090,3060 --model llama-3.3-70b --bits 4 --batch 1 --time-limit 60"
     start = time.process_time()
