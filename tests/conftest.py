@@ -216,6 +216,8 @@ def _config(kind: str) -> Any:
     """Return a transformers config: shapes that differ where mistakes hide."""
     import transformers
 
+    assert kind in TinyModels.kinds, kind
+
     rotary = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,

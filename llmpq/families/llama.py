@@ -26,8 +26,10 @@ CWM_FULL_EVERY = 4
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
     found = {**rotary_fields(config), **bias_fields(config)}
-    if config.get("model_type") in ("mistral", "ministral"):
+    if config.get("model_type") == "mistral":
         found["windows"] = everywhere(config)
+    if config.get("model_type") == "ministral":
+        found["windows"] = windows(config, layer_kinds(config, [SLIDING] * found["num_layers"]))
     if config.get("model_type") == "cwm":
         kinds = [SLIDING if i % CWM_FULL_EVERY else FULL for i in range(found["num_layers"])]
         found["windows"] = windows(config, layer_kinds(config, kinds))

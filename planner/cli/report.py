@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from llmpq.checkpoints.stored_head import has_mtp_head
+from llmpq.checkpoints.gguf_file import is_gguf
+from llmpq.checkpoints.stored_head import has_further_layers, has_mtp_head
 from llmpq.devices.device_list import ELSEWHERE
 from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
@@ -403,6 +404,10 @@ def mtp_notes(plan: Plan, spec: ModelSpec) -> list[str]:
     if FAMILIES[spec.family].names.mtp is None:
         return [f"left out: {layers} for further tokens (MTP), which llmpq does not run here"]
     if not has_mtp_head(plan.model.path, spec):
-        return []
+        held = has_further_layers(plan.model.path, spec)
+        why = "the files hold no whole head that drafts"
+        if is_gguf(plan.model.path or ""):
+            why = "llmpq reads no head that drafts from GGUF files"
+        return [f"left out: {layers} for further tokens (MTP): {why}"] if held else []
     how = "--speculate mtp drafts with the first one"
     return [f"not loaded: {layers} for further tokens (MTP): {how}"]

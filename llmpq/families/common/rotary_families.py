@@ -127,8 +127,19 @@ def windows(config: Config, kinds: list[str]) -> tuple[int, ...]:
 
 
 def everywhere(config: Config) -> tuple[int, ...]:
-    """Return the windows of a model whose layers all have the config's."""
-    return windows(config, layer_kinds(config, [SLIDING] * size(config, "num_hidden_layers")))
+    """Return the windows of a model whose layers all have the config's, whatever `layer_types` say.
+
+    So Transformers runs these families; `ValueError` where `layer_types` are unlike and a window is
+    given, which other engines heed.
+    """
+    every = [SLIDING] * size(config, "num_hidden_layers")
+    kinds = layer_kinds(config, every)
+    if len(set(kinds)) > 1 and window_size(config):
+        raise ValueError(
+            "config.json: 'layer_types' are of both kinds, and Transformers gives every layer of "
+            "this family the sliding_window; remove the one or the other"
+        )
+    return windows(config, every)
 
 
 def pairs_to_halves(rows: Any, heads: int, head_dim: int, rotated: int) -> Any:

@@ -218,6 +218,25 @@ def test_what_is_said_twice_goes_by_transformers_rule(
     assert {key: found[key] for key in told} == told
 
 
+@pytest.mark.parametrize("model", ["mistral-7b", "phi-4", "mixtral-8x7b"])
+def test_a_window_of_all_layers_counts_more_than_their_types(model: str) -> None:
+    """As in Transformers, whose code of these families reads no `layer_types` (5.23)."""
+    count = spec_of(model, {}).num_layers
+    for kind in ("full_attention", "sliding_attention"):
+        told = {"sliding_window": 9, "layer_types": [kind] * count}
+        assert spec_of(model, told).windows == (9,) * count
+    mixed = ["full_attention", "sliding_attention"] * (count // 2)
+    assert spec_of(model, {"sliding_window": None, "layer_types": mixed}).windows == ()
+    with pytest.raises(ValueError, match="'layer_types' are of both kinds"):
+        spec_of(model, {"sliding_window": 9, "layer_types": mixed})
+    own = spec_of(
+        "mistral-7b",
+        {"model_type": "ministral", "sliding_window": 9}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 16},
+    )
+    assert own.windows == (0, 9) * 16
+
+
 def test_a_language_models_own_words_are_those_inside() -> None:
     inner = {**builtin_configs()["qwen2.5-7b"], "model_type": "qwen2_5_vl_text", "dtype": "float16"}
     inner |= {"eos_token_id": [3, 4], "vocab_size": 500}

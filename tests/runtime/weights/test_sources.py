@@ -11,9 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmpq.checkpoints.stored_head import has_further_layers, has_mtp_head
 from llmpq.checkpoints.tensor_names import index_of, tensor_names
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
+from llmpq.planner.cli.report import mtp_notes
+from llmpq.planner.make import make_plan
 from llmpq.precision import Precision
 from llmpq.runtime.launch.nodes.node_report import report as node_report
 from llmpq.runtime.models.stage_model import StageModel
@@ -430,10 +433,10 @@ def test_directories_that_hold_something_else_say_what(copy, file, content, mess
 
 
 def test_layers_that_are_left_out_are_neither_counted_nor_read(
-    tiny_models, copy, planned_and_loaded
+    models, tmp_path, planned_and_loaded
 ):
     """Multi-token prediction (MTP): a shard of its own, half of whose data is gone."""
-    directory = copy("deepseek_v3")
+    directory = Path(shutil.copytree(models.directory("deepseek_v3"), tmp_path / "copy"))
     path = directory / "config.json"
     config = json.loads(path.read_text())
     last = ModelSpec.from_directory(directory).num_layers
@@ -456,6 +459,10 @@ def test_layers_that_are_left_out_are_neither_counted_nor_read(
     os.truncate(second, second.stat().st_size - sum(t.nbytes for t in further.values()) // 2)
     spec = ModelSpec.from_directory(directory)
     assert spec.num_layers == last and spec.further_layers == 1
-    assert torch.equal(logits_of(directory), logits_of(tiny_models.directory("deepseek_v3")))
+    assert further and torch.equal(logits_of(directory), logits_of(models.directory("deepseek_v3")))
     planned, loaded = planned_and_loaded(directory)
     assert planned == loaded
+    plan = make_plan(directory, devices="cpu", batch=1, prompt_len=8, gen_len=4, bits="16")
+    assert has_further_layers(directory, spec) and not has_mtp_head(directory, spec)
+    (note,) = mtp_notes(plan, spec)
+    assert note.startswith("left out: 1 layer for further tokens (MTP): the files hold no whole")
