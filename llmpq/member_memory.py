@@ -44,7 +44,9 @@ def member_memory(
         spec if member is None else member.own,
         plan.workload,
         replace(stage, last=stage.last and worker.leads),
-        quantization=quantization if member is None else of_member(quantization, member),
+        quantization=quantization
+        if member is None
+        else of_member(quantization, member, plan.workload.dtype_bytes),
         context_bytes=context_bytes,
         first_layer=worker.place.layers[0],
     )

@@ -11,7 +11,7 @@ where embedding and head really live.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -104,9 +104,9 @@ class Quantization:
         )
 
 
-def of_member(quantization: Quantization, member: Member) -> Quantization:
+def of_member(quantization: Quantization, member: Member, dtype_bytes: int) -> Quantization:
     """Return how one device of a stage stores its part: of the checkpoint's own codes, its part of
-    their bytes."""
+    their bytes; of w4a4 layers, what its inputs' outliers make of them."""
     own: list[StoredBytes] = []
     for one in quantization.stored:
         layer = one.layers[0]
@@ -115,7 +115,42 @@ def of_member(quantization: Quantization, member: Member) -> Quantization:
         parts = ((kind, size * mine[kind] / weights[kind]) for kind, size in one.linears)
         linears = tuple((kind, math.ceil(size)) for kind, size in parts)
         own.append(replace(one, linears=linears))
+    own += _beside_outliers(quantization, member, dtype_bytes)
     return replace(quantization, stored=tuple(own))
+
+
+def _beside_outliers(
+    quantization: Quantization, member: Member, dtype_bytes: int
+) -> Iterator[StoredBytes]:
+    """Yield what a device holds of w4a4 matrices that it has some inputs of.
+
+    Outliers are the last inputs, so one device has them. The inputs of a calibrated `o` are in an
+    order of their own over all heads: every device holds all of its codes (atom_weight.py).
+    """
+    scheme = quantization.scheme(Precision.W4A4)
+    if scheme is None or not scheme.outliers:
+        return
+    spec, first = member.spec, 0
+    for layer in range(spec.num_layers):
+        if layer + 1 < spec.num_layers and spec.of_layer(layer + 1) == spec.of_layer(first):
+            continue
+        schemes, sizes = member.input_schemes(first, scheme), dict[str, int]()
+        pairs = zip(
+            spec.of_layer(first).linears(), member.own.of_layer(first).linears(), strict=True
+        )
+        for whole, mine in pairs:
+            if whole.name not in schemes:
+                continue
+            if whole.name == "o":
+                size = scheme.nbytes(whole.out_features, whole.in_features, dtype_bytes)
+                size += INDEX_BYTES * (whole.in_features - mine.in_features)
+            else:
+                size = schemes[whole.name].nbytes(mine.out_features, mine.in_features, dtype_bytes)
+            sizes[whole.kind] = size
+        yield StoredBytes(
+            layers=(first, layer + 1), precision=Precision.W4A4, linears=tuple(sizes.items())
+        )
+        first = layer + 1
 
 
 def default_head_bits(precisions: Iterable[Precision], *, on_cpu: bool) -> Literal[8, 16]:

@@ -255,12 +255,6 @@ class StagePlan(FileForm):
                 f"stage {self.device}: got {len(self.devices)} devices and {len(self.shares)} "
                 "shares; expected two devices or more, and a share of each"
             )
-        rounded = [one.value for one in self.precisions if one.activation_bits < 16]
-        if rounded:
-            raise ValueError(
-                f"stage {self.device}: layers of {rounded[0]} round their inputs, which devices "
-                "in tensor parallel do not share; give the stage one device, or other precisions"
-            )
         return self
 
     @property

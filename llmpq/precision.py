@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from llmpq.errors import shortened, unknown_name
@@ -136,6 +136,12 @@ class WeightScheme:
             raise ValueError(f"group size must be a multiple of 32, got {self.group_size}")
         if self.activation_bits < 16 and not self.symmetric:
             raise ValueError("weights that meet rounded activations are symmetric; set symmetric")
+
+    def of_inputs(self, start: int, stop: int, in_features: int) -> WeightScheme:
+        """Return how inputs start..stop of a matrix [N, in_features] are stored: of the outliers,
+        which are its last inputs, those among them."""
+        kept = max(0, stop - max(start, in_features - self.outliers))
+        return self if kept == self.outliers else replace(self, outliers=kept)
 
     def num_groups(self, in_features: int) -> int:
         """Return the number of groups along the padded K, the outliers left out."""

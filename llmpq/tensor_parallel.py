@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from llmpq.model_spec import SHARED, ModelSpec
+from llmpq.precision import WeightScheme
 
 UNITS = (128, 64, 32)
 """MLP channels that stay together, the most first: groups of quantised inputs stay whole."""
@@ -152,6 +153,27 @@ class Member:
             if whole.shared_ffn:
                 found |= self._mlp_cuts(whole, SHARED, whole.shared_ffn)
         return found
+
+    def input_schemes(self, layer: int, scheme: WeightScheme) -> dict[str, WeightScheme]:
+        """Return how its part is stored of matrices that it has some inputs of, by linear."""
+        cuts, found = self.cuts(layer), {}
+        for linear in self.spec.of_layer(layer).linears():
+            cut = cuts.get(f"{linear.name}.weight")
+            if cut is not None and cut.columns is not None:
+                found[linear.name] = scheme.of_inputs(*cut.columns, linear.in_features)
+        return found
+
+    def has_few_bits(self, outliers: int) -> bool:
+        """Whether something is left of each matrix of w4a4 layers beside so many outliers."""
+        kinds = {self.spec.of_layer(layer): layer for layer in range(self.spec.num_layers)}
+        for whole, layer in kinds.items() if outliers else ():
+            cuts = self.cuts(layer)
+            for linear in whole.linears():
+                cut = cuts.get(f"{linear.name}.weight")
+                first = 0 if cut is None or cut.columns is None else cut.columns[0]
+                if first >= linear.in_features - outliers:
+                    return False
+        return True
 
     def _attention_cuts(self, whole: ModelSpec, heads: range) -> dict[str, PartSlice]:
         """Rows of what makes queries, keys and values, columns of the output matrix."""

@@ -250,6 +250,8 @@ def _act_many(x: Tensor, weight: AtomTiles, out: RoundedTokens, activation: Acti
 
 def any_input(x_MK: Tensor, weight: AtomTiles) -> RoundedTokens:
     """Round inputs that come from no fused operation."""
+    if weight.places > weight.in_features:
+        x_MK, weight = weight.in_order(x_MK)
     if weight.scheme.rotation:
         return activation_input(x_MK, weight, "none")
     return norm_input(x_MK, weight)

@@ -29,8 +29,7 @@ def atom_linear_reference(
 
     What codes and scales are may depend on x's dtype (`activation_rule`).
     """
-    if weight.index_K is not None:
-        x = x.index_select(-1, weight.index_K)
+    x, weight = weight.in_order(x)
     if x.numel() == 0:
         return x.new_empty(*x.shape[:-1], weight.out_features)
     x_MK = x.reshape(-1, weight.in_features)

@@ -6,10 +6,15 @@
                [N, Kp] int8            3 and 8 bit, and e2m1 (twice the number)
     scale      [N, G]                  G = Kp / group, 1 without groups
     outliers   [N, O] int8             one scale a row in outlier_scale [N]
-    index_K    [K] int32               which channel of x stands where; None: x comes reordered
+    index_K    [W] int32               which channel of x stands where; None: x comes reordered
 
-Kp = K - O padded up to a multiple of 128. A high nibble read alone (byte & 0xF0) and a low one
-shifted up (byte << 4) are signed bytes of 16 times the code: what an int8 tensor core takes.
+A device that has some of the inputs (tensor parallel) has W > K places where their order is not
+theirs alone: those of others have codes of 0, and repeat a channel of their group, which changes
+no scale of it.
+
+Kp = W - O padded up to a multiple of 128, W = K but where said. A high nibble read alone (byte &
+0xF0) and a low one shifted up (byte << 4) are signed bytes of 16 times the code: what an int8
+tensor core takes.
 
 N = out_features, K = in_features, O = outliers.
 
@@ -40,7 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -60,11 +65,15 @@ from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP, Layout
 from llmpq.kernels.kernel_table import KernelForm
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight, from_codes
-from llmpq.kernels.weights.weight import DraftMode, Weight
-from llmpq.precision import WeightScheme
+from llmpq.kernels.weights.weight import DraftMode, Weight, finer_group
+from llmpq.precision import K_PADDING, WeightScheme, padded_k
 
 OUTLIER_GROUPS = 3
 """Groups of 128 columns in `AtomTiles` that hold the outliers: high nibbles, low ones, offsets."""
+
+GROUP_SIZES = (32, 64, 128)
+"""Of groups of inputs (AtomScheme)."""
+
 HOPPER = 9
 """Major compute capability of the GPUs that atom/fp8_kernel.py is written for."""
 
@@ -86,6 +95,11 @@ class AtomWeight(Weight):
     def device(self) -> torch.device:
         """Where the tensors are."""
         return self.scale.device
+
+    @property
+    def places(self) -> int:
+        """W: columns of its codes without padding."""
+        return self.in_features if self.index_K is None else self.index_K.numel()
 
     @property
     def bits(self) -> int:
@@ -188,11 +202,78 @@ class AtomWeight(Weight):
         n = sum(piece.out_features for piece in pieces)
         return replace(first.with_tensors(rows), out_features=n)
 
+    def of_columns(self, start: int, stop: int) -> AtomWeight:
+        """Return inputs start..stop with the codes and scales that they have.
+
+        Their groups are cut finer where they begin inside of one; of inputs in an order of their
+        own all places stay, since a group has some of every device's.
+        """
+        codes, scheme = self.unpacked(), self.scheme
+        if self.index_K is not None:
+            return self._of_channels(start, stop)
+        normal, width = scheme.normal_features(self.in_features), stop - start
+        if start >= normal:
+            raise ValueError(
+                f"inputs {start} to {stop} of a linear are all among its {scheme.outliers} "
+                "outliers; devices in tensor parallel share it with other shares"
+            )
+        cuts = [edge for edge in (start, stop) if edge < normal and edge % K_PADDING]
+        if scheme.rotation and cuts:
+            raise ValueError(
+                f"input {cuts[0]} of a linear lies inside {K_PADDING} that are rotated together; "
+                "devices in tensor parallel share it with other shares"
+            )
+        kept = max(0, stop - normal)
+        few, scale_NG, size = width - kept, codes.scale, scheme.group_size
+        if size is not None:
+            size = finer_group(size, start, GROUP_SIZES)
+            places = torch.arange(start, start + padded_k(few), size, device=self.device)
+            places.div_(scheme.group_size, rounding_mode="floor")
+            scale_NG = scale_NG[:, places.clamp_(max=scale_NG.shape[1] - 1)].contiguous()
+        wide = padded_k(few)
+        own_codes = codes.codes[:, start : start + wide].clone()
+        if not scheme.rotation:  # which has codes of padding, too
+            own_codes[:, few:] = 0
+        own = replace(
+            codes,
+            in_features=width,
+            codes=functional.pad(own_codes, (0, wide - own_codes.shape[1])),
+            scale=scale_NG,
+            outliers=codes.outliers[:, :kept],
+        )
+        return atom_weight(own, replace(scheme, group_size=size, outliers=kept))
+
+    def _of_channels(self, start: int, stop: int) -> AtomWeight:
+        """Return what x's channels start..stop meet: codes of others' places are 0."""
+        assert self.index_K is not None
+        if self.scheme.rotation:
+            raise ValueError(
+                "a linear whose channels are sorted and rotated is not cut along its inputs"
+            )
+        codes, index_K = self.unpacked(), self.index_K.long()
+        normal = self.scheme.normal_features(self.places)
+        is_own = (index_K >= start) & (index_K < stop)
+        channels_K = torch.full_like(index_K, int(index_K[is_own][0]))
+        size = self.scheme.group_size or normal
+        for first in (*range(0, normal, size), normal):
+            group = slice(first, min(first + size, normal) if first < normal else None)
+            own = index_K[group][is_own[group]]
+            if own.numel():
+                channels_K[group] = torch.where(is_own[group], index_K[group], own[0])
+        padded = functional.pad(is_own[:normal], (0, codes.codes.shape[1] - normal))
+        made = replace(
+            codes,
+            codes=codes.codes * padded,
+            outliers=codes.outliers * is_own[normal:],
+        )
+        whole = atom_weight(made, self.scheme, channels_K - start)
+        return replace(whole, in_features=stop - start)
+
     def unpacked(self) -> Codes:
         """Return the int8 codes and scales, channels still in the reordered order."""
         return Codes(
             rotated=self.scheme.rotation,
-            in_features=self.in_features,
+            in_features=self.places,
             codes=unpack_nibbles(self.codes) if self.codes.ndim == 3 else self.codes,
             scale=self.scale,
             outliers=self.outliers,
@@ -204,13 +285,19 @@ class AtomWeight(Weight):
         w_NK = self.dequantize_reordered(dtype)
         if self.index_K is None:
             return w_NK
-        original = torch.empty_like(w_NK)
-        original[:, self.index_K.long()] = w_NK
-        return original
+        original = w_NK.new_zeros(self.out_features, self.in_features)
+        return original.index_add_(1, self.index_K, w_NK)
 
     def dequantize_reordered(self, dtype: torch.dtype) -> Tensor:
         """Return w [N, K] with the outliers last, computed in float32."""
         return restore(self.unpacked()).to(dtype)
+
+    def in_order(self, x_MK: Tensor) -> tuple[Tensor, Self]:
+        """Return x with its channels where the weight has them, and the weight for such x."""
+        if self.index_K is None:
+            return x_MK, self
+        ordered = replace(self, index_K=None, in_features=self.places)
+        return x_MK.index_select(-1, self.index_K), ordered
 
     def with_activations(self, bits: int) -> AtomWeight:
         """Return the weight for activations of other bits (16: a weight-only product)."""
@@ -331,7 +418,8 @@ class AtomTiles(AtomWeight):
 
     def as_plain(self) -> AtomWeight:
         """Return the weight as an AtomWeight."""
-        return atom_weight(self.unpacked(), self.scheme, self.index_K)
+        plain = atom_weight(self.unpacked(), self.scheme, self.index_K)
+        return replace(plain, in_features=self.in_features)
 
     def cut(self, start: int, stop: int) -> AtomTiles:
         """Return rows start..stop."""
@@ -378,7 +466,7 @@ class AtomTiles(AtomWeight):
             outliers = ((u_NGk[:, g].int() << 4 | u_NGk[:, g + 1].int()) - 128).to(torch.int8)
         return Codes(
             rotated=self.scheme.rotation,
-            in_features=self.in_features,
+            in_features=self.places,
             codes=(u_NGk[:, :g].to(torch.int8) - 8).reshape(n, -1),
             scale=scale_NG[:, :g],
             outliers=outliers[:, :o],
@@ -493,11 +581,12 @@ def integer_linear(x_MK: Tensor, weight: AtomWeight, bias: Tensor | None = None)
     """Return y [M, N] by the Triton kernels."""
     from llmpq.kernels.atom.portable import atom_gemm, round_input
 
-    scheme, index_K = weight.scheme, weight.index_K
+    scheme = weight.scheme
+    if scheme.rotation or weight.places > weight.in_features:
+        x_MK, weight = weight.in_order(x_MK)
     if scheme.rotation:
-        x_MK = rotated_channels(x_MK if index_K is None else x_MK[:, index_K.long()], scheme)
-        scheme, index_K = replace(scheme, rotation=False), None
-    rounded = round_input(x_MK.contiguous(), scheme, index_K=index_K)
+        x_MK, scheme = rotated_channels(x_MK, scheme), replace(scheme, rotation=False)
+    rounded = round_input(x_MK.contiguous(), scheme, index_K=weight.index_K)
     if scheme.takes_integers(x_MK.shape[0]):
         steps, unit = integer_scales(rounded.scales[:, :-1])
         scales = torch.cat((steps * unit, rounded.scales[:, -1:]), dim=1)

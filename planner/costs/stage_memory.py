@@ -250,7 +250,8 @@ def _member(p: Problem, shares: tuple[int, ...], index: int) -> tuple[Member, fl
 
 
 def _largest_part(p: Problem, member: Member) -> float:
-    width, own = p.workload.dtype_bytes, of_member(p.quantization, member)
+    width = p.workload.dtype_bytes
+    own = of_member(p.quantization, member, width)
     kinds: dict[object, int] = {}
     for layer in range(p.spec.num_layers):
         kinds.setdefault((p.spec.of_layer(layer), p.quantization.of_layer(layer)), layer)

@@ -57,13 +57,13 @@ def export_plan(request: ExportRequest) -> None:
 
 
 FIRST_PORT = 8000
-SERVERS = ("vllm", "sglang")
+SERVERS = ("vllm", "sglang", "llamacpp")
 """Engines whose settings end in a command of a server."""
 CHECKPOINTS = ("compressed-tensors", "gptqmodel")
 """What is written once for all engines, where they have the same precisions."""
 
 
-SHARES = (*SERVERS, "llamacpp", *CHECKPOINTS)
+SHARES = (*SERVERS, *CHECKPOINTS)
 """What may be written of plans whose stages several devices share."""
 
 
@@ -77,19 +77,27 @@ def _engines(request: ExportRequest, topology: Topology) -> Exported:
         raise ValueError(
             f"--to {request.to} writes one engine's plan, this one has {count}"
             + (" with different precisions" if request.to in CHECKPOINTS else "")
-            + "; plan with llmpq-algo --engines 1, or export with --to vllm or sglang"
+            + f"; plan with llmpq-algo --engines 1, or export with --to {' or '.join(SERVERS)}"
         )
     nodes = [_node_of(plan, number, request.to) for number, plan in enumerate(plans)]
     each = [write(plan, spec) for plan in plans]
+    files = each[0].files
+    if any(one.files != files for one in each):
+        raise ValueError(
+            f"--to {request.to} makes one file of a plan's precisions, engines of this one have "
+            "different ones; plan with --bits for all, or export with --to vllm or sglang"
+        )
     ports = range(FIRST_PORT, FIRST_PORT + count)
-    lines = [f"# {count} engines, a server each; a load balancer sends them these shares of rows:"]
+    lines = [*files] if len(set(nodes)) == 1 else []
+    lines += [f"# {count} engines, a server each; a load balancer sends them these shares of rows:"]
     blocks: dict[str, list[str]] = {node: [] for node in nodes}
     for number, (one, share, port) in enumerate(zip(each, topology.engines, ports, strict=True)):
         part = share.rows / topology.workload.batch
+        own = [line for line in one.text.rstrip().splitlines() if line not in files]
         blocks[nodes[number]] += [
             f"# engine {number}, port {port}: {part:.1%}",
             "(",
-            f"{one.text.rstrip()} --port {port}",
+            "\n".join(own) + f" --port {port}",
             ") &",
         ]
     if len(blocks) == 1:
@@ -97,14 +105,18 @@ def _engines(request: ExportRequest, topology: Topology) -> Exported:
     else:
         lines += ["# on every node: sh THIS-FILE NODE", 'case "$1" in']
         for node, block in blocks.items():
-            lines += [f"{shlex.quote(node)})", *block, "wait ;;"]
+            lines += [f"{shlex.quote(node)})", *files, *block, "wait ;;"]
         wrong = shlex.quote(f"expected one of the nodes {', '.join(blocks)}")
         lines += [f"*) echo {wrong} >&2; exit 2 ;;", "esac"]
     missing = dict.fromkeys(
         ["dealing rows to engines of unequal speed: each command is a server of its own"]
         + [line for one in each for line in one.not_expressed]
     )
-    return Exported(text="\n".join([*lines, ""]), not_expressed=tuple(missing))
+    return Exported(
+        text="\n".join([*lines, ""]),
+        not_expressed=tuple(missing),
+        warnings=tuple(dict.fromkeys(line for one in each for line in one.warnings)),
+    )
 
 
 def _node_of(plan: Plan, number: int, to: str) -> str:

@@ -64,6 +64,13 @@ _KEPT_BITS = {Precision.W8A16, Precision.W4A16}
 """Precisions at which layers keep the MXFP4 codes that their checkpoint has."""
 GGUF_FILES = {"q8_0": "Q8_0", "q4_k": "Q4_K_S", "q3_k": "Q3_K_S", "q4_0": "Q4_0"}
 """A tensor type -> the file type that llama-quantize takes as its last word."""
+UNDIVIDED = {
+    *("bamba", "deepseek", "deepseek_v32", "falcon_h1", "gemma3n", "glm4_moe_lite", "glm_moe_dsa"),
+    *("granite4", "kimi_linear", "minicpm3", "minimax", "minimax_m2", "mistral4", "nemotron_h"),
+    *("olmo2", "olmoe", "youtu"),
+}
+"""Families that it does not divide by `--split-mode tensor` (llm_arch_supports_sm_tensor of the
+version in engine_flags.yaml)."""
 CACHE_TYPES = {KVPrecision.KV8: "q8_0", KVPrecision.KV4: "q4_0", KVPrecision.KV2: "q4_0"}
 PLAIN_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
@@ -88,6 +95,12 @@ def llamacpp(plan: Plan, spec: ModelSpec) -> Exported:
         raise ValueError("llama.cpp has no OPT models; export with --to vllm, sglang or accelerate")
     main = _main_node(plan)
     place = _placement(plan)
+    if place.mode == "tensor" and spec.family in UNDIVIDED:
+        raise ValueError(
+            f"llama.cpp does not divide layers of {spec.name} ({spec.family}) among GPUs "
+            "(--split-mode tensor); plan with --tensor-parallel 1, or export with --to vllm or "
+            "sglang"
+        )
     plain = PLAIN_TYPES[plan.workload.dtype]
     made, model = _made_file(plan, spec, plain)
     types = _file_types(plan, spec, plain)
@@ -116,6 +129,7 @@ def llamacpp(plan: Plan, spec: ModelSpec) -> Exported:
         text="\n".join(lines) + "\n",
         not_expressed=_missing(plan, place, own_file=not made),
         warnings=said(lack),
+        files=tuple(made),
     )
 
 

@@ -24,6 +24,8 @@ class Exported:
     not_expressed: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     """What may keep the engine from running it."""
+    files: tuple[str, ...] = ()
+    """Lines of the text that make the files which it serves."""
 
 
 @lru_cache(maxsize=1)

@@ -33,7 +33,7 @@ from llmpq.default_dtype import (
     without_bfloat16,
 )
 from llmpq.devices.cpu_rates import CpuRates
-from llmpq.devices.joined_devices import crowded_notes, joined
+from llmpq.devices.joined_devices import crowded_notes, joined, members_of
 from llmpq.devices.this_machine import assumed, is_this_machine
 from llmpq.memory import CpuActivations, Quantization
 from llmpq.model_spec import ModelSpec
@@ -152,6 +152,7 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
         head_bits=open_head(choices, inputs.head_bits),
         cpu_activations=inputs.cpu_activations,
     )
+    _require_few_bits(cluster, spec, quantization.outliers)
     if codes:
         quantization = with_checkpoint_codes(
             quantization, codes, spec, choices, workload.dtype_bytes
@@ -441,6 +442,19 @@ def _outliers(asked: int | None, choices: Sequence[Precision], spec: ModelSpec) 
             f"channels of {spec.name}"
         )
     return asked
+
+
+def _require_few_bits(cluster: Cluster, spec: ModelSpec, outliers: int) -> None:
+    """Refuse shares with which a device has only outliers of a w4a4 matrix."""
+    for group in cluster.devices:
+        members = members_of(spec, group.shares) if group.joined else ()
+        for device, member in zip(group.joined, members, strict=True):
+            if not member.has_few_bits(outliers):
+                raise ValueError(
+                    f"tensor parallel of shares {':'.join(map(str, group.shares))}: {device.name} "
+                    f"would have only outliers of w4a4 layers, which are the last {outliers} "
+                    "inputs of a matrix; give it a larger share, or fewer --outliers"
+                )
 
 
 def read_costs(path: str, spec: ModelSpec) -> CostModel:

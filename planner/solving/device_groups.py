@@ -74,9 +74,7 @@ def with_groups(p: Problem, kvs: Sequence[KVPrecision]) -> WithGroups | None:
 def may_group(p: Problem) -> bool:
     """Whether devices of a problem may share stages."""
     plain = p.objective == "makespan" and p.group == 1 and not p.pins and p.max_devices is None
-    if not plain or any(choice.activation_bits < 16 for choice in p.choices):
-        return False
-    if any(device.joined for device in p.cluster.devices):
+    if not plain or any(device.joined for device in p.cluster.devices):
         return False
     pair = Member(spec=p.spec, shares=(1, 1), index=0)
     return (pair.heads is not None or pair.cuts_mlps) and next(_may_join(p), None) is not None
@@ -186,9 +184,12 @@ def _by_class(use: Sequence[int], shares: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_cut(p: Problem, group: Device) -> bool:
-    """Whether every device has less than the whole of a layer."""
-    whole = p.spec.layer_params
-    return all(m.own.layer_params < whole for m in members_of(p.spec, group.shares))
+    """Whether every device has less than the whole of a layer, and can store its part."""
+    whole, outliers = p.spec.layer_params, p.quantization.outliers
+    return all(
+        m.own.layer_params < whole and m.has_few_bits(outliers)
+        for m in members_of(p.spec, group.shares)
+    )
 
 
 def _measures(p: Problem, group: Device) -> Measures:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class LayerTensors:
     dtype: torch.dtype
     device: torch.device
     norm_eps: float
+    input_schemes: Mapping[str, WeightScheme] = field(default_factory=dict)
+    """Of linears that a device has some of the inputs of, by name; of others as `scheme`."""
     shared: frozenset[str] = frozenset()
     """Parts that something else holds, too (a tied output matrix): left as they are."""
     on_matrix: Callable[[], None] | None = None
@@ -77,6 +79,7 @@ class LayerTensors:
             dense = DenseWeight(self.tensor(f"{name}.weight"))
             return dense if f"{name}.weight" in self.shared else dense.packed()
         weight_NK = stored.to(self.device)
-        if self.scheme.activation_bits < 16:
-            return quantize_atom(weight_NK, atom_scheme(self.scheme), dtype=self.dtype).packed()
-        return quantize_weight(weight_NK, self.scheme, dtype=self.dtype)
+        scheme = self.input_schemes.get(name, self.scheme)
+        if scheme.activation_bits < 16:
+            return quantize_atom(weight_NK, atom_scheme(scheme), dtype=self.dtype).packed()
+        return quantize_weight(weight_NK, scheme, dtype=self.dtype)

@@ -328,7 +328,10 @@ class _Builder:
     def layer(
         self, tensors: dict[str, Tensor], scheme: WeightScheme | None, index: int
     ) -> DecoderLayer:
-        return _together(self.wiring.layer(self._parts(tensors, scheme), index))
+        parts, split = self._parts(tensors, scheme), self.wiring.split
+        if scheme is not None and scheme.outliers and split is not None:
+            parts = replace(parts, input_schemes=split.member.input_schemes(index, scheme))
+        return _together(self.wiring.layer(parts, index))
 
     def embedding(self, tensors: dict[str, Tensor]) -> Embedding:
         return self.wiring.embedding(self._parts(tensors, None))

@@ -62,7 +62,7 @@ from llmpq.runtime.weights.codebook_forms import (
     stored_codebook,
     table_of,
 )
-from llmpq.runtime.weights.cut_parts import NO_CUTS, Cuts, cut_weights
+from llmpq.runtime.weights.cut_parts import NO_CUTS, Cuts, cut_parts, cut_weights
 from llmpq.runtime.weights.float_forms import (
     fp8_codes,
     fp8_values,
@@ -195,12 +195,7 @@ class QuantizedCheckpoint(CheckpointSource):
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
         """Read one decoder layer's parts, its linears packed."""
         if f"{ATOM_ROOT}{index}.qkv.codes" in self.file_of:
-            if self._member is not None:
-                raise ValueError(
-                    f"'{self.directory}': layer {index} rounds its inputs, which devices in tensor "
-                    "parallel do not share; give its stage one device"
-                )
-            return self._atom_layer(index, dtype)
+            return cut_parts(self._atom_layer(index, dtype), self._cuts(index))
         return super().layer(index, dtype)
 
     def _parts(

@@ -104,6 +104,19 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact.double()).norm() / exact.double().norm())
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("scheme", [replace(SIGNED, group_size=128), SIGNED, W8A8])
+def test_parts_of_the_inputs(scheme: AtomScheme, ordered: bool) -> None:
+    """What devices in tensor parallel multiply by: groups of 64 where 128 are cut."""
+    x, w = seeded(6, 400), seeded(24, 400, seed=2)
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(5)) if ordered else None
+    weight = quantize_atom(w, scheme, dtype=torch.float32, index_K=order)
+    for start, stop in ((0, 192), (192, 400)):
+        piece, own = weight.of_columns(start, stop), x[:, start:stop].contiguous()
+        assert error(integer_linear(own, piece), atom_linear_reference(own, piece)) < 3e-3
+        assert error(integer_linear(own.roll(1, dims=1), piece), own @ w[:, start:stop].t()) > 0.5
+
+
 @pytest.mark.parametrize("rotation", [False, True])
 def test_the_whole_linear_matches_the_integer_product(rotation: bool) -> None:
     x, w = seeded(6, 300), seeded(24, 300, seed=2)

@@ -111,6 +111,21 @@ def test_activation_rotation_and_rounding(
     (assert_restores if few else assert_codes)(got, tiles, exact)
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_inputs_of_a_device_of_several(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its part of sorted channels: as those that it has, others' places repeat one of them."""
+    as_words(monkeypatch, few)
+    k, generator = 520, torch.Generator().manual_seed(8)
+    order = torch.randperm(k, generator=generator)
+    w = torch.randn(32, k, generator=generator)
+    piece = quantize_atom(w, SIGNED, dtype=torch.float16, index_K=order).of_columns(130, 390)
+    x = torch.randn(5, 260, generator=generator).half()
+    ordered, tiles = atom_tiles(piece).in_order(x)
+    assert ordered.shape == (5, k) and tiles.index_K is None
+    got = atom_hopper.any_input(x, atom_tiles(piece))
+    (assert_restores if few else assert_codes)(got, tiles, ordered)
+
+
 @pytest.mark.parametrize("outliers", [0, 8])
 @pytest.mark.parametrize("rotation", [True, False])
 def test_codes_times_integer_scales(

@@ -19,7 +19,8 @@ MODELS = ["opt-125m", "bloom-560m", "llama-2-7b", "qwen3-8b", "mixtral-8x7b"]
 
 
 def _plan(model: str, kv: str, dtype: str, where: str) -> Plan:
-    """Return a plan of two stages: on one node, on two, or with the CPU first."""
+    """Return a plan of two stages: on one node, on two, or with the CPU first; or of one stage that
+    two GPUs share."""
     spec = ModelSpec.by_name(model)
     half = spec.num_layers // 2
     kinds = ["CPU" if where == "cpu" else "A100-40GB", "A100-40GB"]
@@ -31,6 +32,10 @@ def _plan(model: str, kv: str, dtype: str, where: str) -> Plan:
             [(0, half, "w4a16"), (half, spec.num_layers, "w16a16")]
         )
     ]  # fmt: skip
+    if where == "shared":
+        both = {"devices": ["A100-40GB-0", "A100-40GB-1"], "shares": [1, 1]}
+        bits = stages[0]["precisions"] + stages[1]["precisions"]
+        stages = [{**stages[0], **both, "layers": [0, spec.num_layers], "precisions": bits}]
     data = {
         "model": {"name": model, "num_layers": spec.num_layers, "fingerprint": spec.fingerprint()},
         "cluster": {"name": "box", "fingerprint": "0"},
@@ -70,7 +75,7 @@ def _check(line: str, listed: dict[str, object]) -> int:
 def test_commands_have_flags_that_the_listed_version_has(engine: str) -> None:
     seen = refused = 0
     kinds = itertools.product(MODELS, ["kv16", "kv8", "kv4", "kv2"], ["float16", "bfloat16"])
-    for (model, kv, dtype), where in itertools.product(kinds, ["one", "two", "cpu"]):
+    for (model, kv, dtype), where in itertools.product(kinds, ["one", "two", "cpu", "shared"]):
         try:
             text = WRITERS[engine](_plan(model, kv, dtype, where), ModelSpec.by_name(model)).text
         except ValueError:

@@ -149,12 +149,18 @@ def test_slow_links_between_nodes_are_not_crossed(
     assert any(stage.shares for stage in plan.stages)  # the devices of a node, each layer
     assert main(["export", str(tmp_path / "plan.json"), "--to", "accelerate"]) == 2
     assert "--tensor-parallel 1" in capsys.readouterr().err
-    planned(*words, "--tensor-parallel", "1")
+    plan, _ = planned(*words, "--tensor-parallel", "1")
+    assert isinstance(plan, Topology)
     capsys.readouterr()
     assert main(["export", str(tmp_path / "plan.json"), "--to", "vllm"]) == 0
     assert "vllm serve" in capsys.readouterr().out
-    assert main(["export", str(tmp_path / "plan.json"), "--to", "llamacpp"]) == 2
-    assert "writes one engine's plan" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "llamacpp"]) == 0
+    script = capsys.readouterr().out
+    assert script.count("llama-server -m model-plan.gguf ") == len(plan.engines)
+    for node in ("n0)", "n1)"):  # each makes the file that its engines serve
+        own = script[script.index(node) : script.index("wait ;;", script.index(node))]
+        assert own.count("convert_hf_to_gguf.py") == own.count("llama-quantize ") == 1
+        assert own.index("llama-quantize ") < own.index("llama-server ")
 
 
 @pytest.mark.parametrize(
@@ -224,8 +230,8 @@ def test_a_page_and_exports_have_every_engine(
     script = capsys.readouterr().out
     assert script.count("vllm serve ") == 2
     assert "--port 8000" in script and "--port 8001" in script
-    assert main(["export", str(out), "--to", "llamacpp"]) == 2
-    assert "--to llamacpp writes one engine's plan, this one has 2" in capsys.readouterr().err
+    assert main(["export", str(out), "--to", "accelerate"]) == 2
+    assert "--to accelerate writes one engine's plan, this one has 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])

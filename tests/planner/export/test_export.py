@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.export import WRITERS
+from llmpq.planner.export.llamacpp import UNDIVIDED
 from llmpq.planner.export.result import ranges
 from llmpq.precision import Precision
 
@@ -340,6 +342,14 @@ def test_llamacpp_divides_all_layers_or_none() -> None:
     assert any("--tensor-split in units of its own" in line for line in written.not_expressed)
     with pytest.raises(ValueError, match="stage L4-0 is one of several; plan with"):
         WRITERS["llamacpp"](_shared((1, 1), (1, 1)), LLAMA)
+
+
+def test_llamacpp_divides_no_latents() -> None:
+    assert set(FAMILIES) >= UNDIVIDED
+    for name in ("deepseek-v2-lite", "gemma-3n-e2b"):
+        spec = ModelSpec.by_name(name)
+        with pytest.raises(ValueError, match=f"does not divide layers of {name} .*sor-parallel 1"):
+            WRITERS["llamacpp"](_shared((1, 1), heads=name), spec)
 
 
 def test_what_cannot_say_shares_names_what_can(

@@ -62,7 +62,7 @@ def test_a_plain_engine_beside_one_that_shares_stages_has_its_own_value(seed: in
 
 
 def test_shares_follow_speed_where_all_have_room() -> None:
-    request = PlanRequest(model="gemma-3-27b", devices="5090,3080:2", batch=1)
+    request = PlanRequest(model="gemma-3-27b", devices="5090,3080:2", batch=1, bits="8")
     p, _, _ = make_problem(request)
     found = best_topology(p.with_changes(theta=0.1), SolveOptions(), KnownPipeline())
     (engine,) = found.engines
@@ -80,7 +80,7 @@ def test_shares_follow_speed_where_all_have_room() -> None:
     ("changes", "can"),
     [
         ({}, True),
-        ({"bits": "8,w8a8"}, False),  # their inputs are rounded whole
+        ({"bits": "8,w8a8,w4a4"}, True),
         ({"devices": "3090"}, False),
         ({"devices": "cpu=64GB+60GB/s+16threads,3090"}, False),
         ({"devices": "cpu=64GB+60GB/s+16threads,3090,4090"}, True),

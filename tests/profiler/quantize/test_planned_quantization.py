@@ -9,15 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmpq.member_memory import member_memory, planned_shape
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.plan import Plan, QuantizationForm
 from llmpq.planner.__main__ import main as plan_main
 from llmpq.precision import Precision
 from llmpq.profiler.__main__ import main as profile_main
 from llmpq.profiler.cli.quantize import main as quantize_main
 from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.launch.plans.manual_plan import manual_plan
+from llmpq.runtime.llm import LLM
+from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.sizes.pool_size import PoolSize
+from llmpq.workload import Workload
 from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
@@ -68,6 +73,44 @@ def test_a_planned_mix_has_the_planned_bytes(demo_model: Path, omega: Path, tmp_
     prompts = [[5, 6, 7, 8], [9, 10, 11]]
     mixed = ReferencePipeline.from_directory(tmp_path / "q").generate(prompts, max_new=6)
     assert all(len(row) == 6 for row in mixed)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shares"), [("w4a4", (2, 1)), ("w4a4", (1, 1)), ("w8a8", (1, 1))]
+)
+def test_devices_that_share_a_stage_hold_their_parts_of_the_codes(
+    demo_model: Path, tmp_path: Path, scheme: str, shares: tuple[int, ...]
+) -> None:
+    """Bytes as planned; the loss of quality is that of one device."""
+    words = [str(demo_model), str(tmp_path / "q"), "--scheme", scheme, "--text", str(TEXT)]
+    assert quantize_main([*words, "--windows", "1", "--window", "128"]) == 0
+    spec = ModelSpec.from_directory(tmp_path / "q")
+    form = QuantizationForm(outliers=8 if scheme == "w4a4" else 0)
+    work = Workload(batch=2, prompt_len=64, gen_len=8, dtype="float32")
+    one, shared = (
+        manual_plan(spec, work, shares=own, precision=Precision.parse(scheme), quantization=form)
+        for own in ((), (shares,))
+    )
+    prompt = [5, 6, 7, 8, *range(40, 90)]
+    asked = SamplingParams(max_tokens=0, prompt_logprobs=0)
+
+    def scored(directory: Path, plan: Plan) -> torch.Tensor:
+        with LLM(str(directory), plan=plan, backend="threads") as llm:
+            (answer,) = llm.generate([{"prompt_token_ids": prompt}], asked)
+            for worker, load in zip(plan.workers, llm.load_reports, strict=True):
+                shape = planned_shape(plan, worker.stage, None, on_gpu=False)
+                held = member_memory(plan, worker, spec, shape)
+                if directory != demo_model:
+                    assert load.weights_bytes == held.weights_bytes + held.embedding_bytes
+        pairs = zip(answer.prompt_logprobs[1:], prompt[1:], strict=True)
+        return torch.tensor([of[token].logprob for of, token in pairs])
+
+    plain = manual_plan(spec, work)
+    exact = scored(demo_model, plain)
+    alone, together = (
+        (scored(tmp_path / "q", plan) - exact).abs().mean() for plan in (one, shared)
+    )
+    assert 0 < together < 1.15 * alone
 
 
 def test_the_number_of_outliers_is_planned(

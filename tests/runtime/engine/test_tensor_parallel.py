@@ -90,7 +90,9 @@ def wide_model(request, tmp_path_factory) -> Path:
     return folder
 
 
-def planned(directory: Path, shares=(), splits=(), *, bits="w16a16", kv="kv16", **work) -> Plan:
+def planned(
+    directory: Path, shares=(), splits=(), *, bits="w16a16", kv="kv16", outliers=0, **work
+) -> Plan:
     spec = ModelSpec.from_directory(directory)
     from llmpq.precision import KVPrecision, Precision
 
@@ -101,7 +103,7 @@ def planned(directory: Path, shares=(), splits=(), *, bits="w16a16", kv="kv16", 
         splits=splits,
         shares=shares,
         precision=Precision.parse(bits),
-        quantization=QuantizationForm(group_size=32),
+        quantization=QuantizationForm(group_size=32, outliers=outliers),
         decode_microbatch=2,
         model_dir=str(directory),
     )
@@ -124,6 +126,48 @@ def test_precisions_give_the_tokens_of_one_device(wide_model, random_prompts, bi
     pools = [load.kv_bytes for load in shared.loads]
     assert pools[0] == 3 * pools[1] and sum(pools) == alone.loads[0].kv_bytes
     assert held[1] < held[0] < alone.loads[0].weights_bytes
+
+
+@pytest.mark.parametrize("outliers", [0, 8])
+def test_inputs_of_4_bits_are_rounded_as_on_one_device(wide_model, random_prompts, outliers):
+    """Groups and outliers of inputs are one device's, so their scales are those of one device."""
+    prompts = random_prompts(70, 33, 40)
+    one = planned(wide_model, bits="w4a4", outliers=outliers)
+    alone = generated(wide_model, one, prompts)
+    plan = planned(wide_model, [(2, 1, 1)], bits="w4a4", outliers=outliers)
+    shared = generated(wide_model, plan, prompts)
+    assert shared.tokens == alone.tokens
+    assert all(own.weights_bytes < alone.loads[0].weights_bytes for own in shared.loads)
+
+
+def scored(directory: Path, plan: Plan, prompts: list[list[int]]) -> torch.Tensor:
+    """Return the log-probabilities of the prompts' tokens."""
+    asked = llmpq.SamplingParams(max_tokens=0, prompt_logprobs=0)
+    with llmpq.LLM(str(directory), plan=plan, backend="threads") as llm:
+        answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked)
+    return torch.tensor(
+        [
+            of[token].logprob
+            for answer, prompt in zip(answers, prompts, strict=True)
+            for of, token in zip(answer.prompt_logprobs[1:], prompt[1:], strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("bits", ["w8a8", "w4a4"])
+def test_rounded_inputs_lose_no_more_than_on_one_device(wide_model, random_prompts, bits):
+    """A token's part has a scale of its own, which is no coarser than the whole token's."""
+    prompts = random_prompts(120, 90)
+    exact = scored(wide_model, planned(wide_model), prompts)
+    errors = [
+        float((scored(wide_model, plan, prompts) - exact).abs().mean())
+        for plan in (
+            planned(wide_model, bits=bits),
+            planned(wide_model, [(3, 1), (1, 1)], (1,), bits=bits),
+            planned(wide_model, [(3, 2, 1, 1, 1)], bits=bits),
+        )
+    ]
+    assert min(errors) > 0 and max(errors[1:]) < 1.15 * errors[0], errors
 
 
 @pytest.mark.thin
