@@ -224,9 +224,9 @@ class AtomWeight(Weight):
                 "devices in tensor parallel share it with other shares"
             )
         kept = max(0, stop - normal)
-        few, scale_NG, size = width - kept, codes.scale, scheme.group_size
-        if size is not None:
-            size = finer_group(size, start, GROUP_SIZES)
+        few, scale_NG, size = width - kept, codes.scale, None
+        if scheme.group_size is not None:
+            size = finer_group(scheme.group_size, start, GROUP_SIZES)
             places = torch.arange(start, start + padded_k(few), size, device=self.device)
             places.div_(scheme.group_size, rounding_mode="floor")
             scale_NG = scale_NG[:, places.clamp_(max=scale_NG.shape[1] - 1)].contiguous()
