@@ -106,15 +106,11 @@ FEATURES: tuple[Feature, ...] = (
         lambda spec, _: spec.indexer is not None,
         *("gpu", "gpu_rounded", "quantize"),
     ),
-    _feature(
-        "several streams (AltUp)", lambda s, _: s.altup is not None, "gpu_rounded", "quantize"
-    ),
+    _feature("several streams (AltUp)", lambda s, _: s.altup is not None, "gpu_rounded"),
     _feature("sparse gates", lambda s, _: any(s.gate_sparsities), "gpu_rounded"),
     _feature("queries and keys of unit size", lambda s, _: s.qk_unit_norm, "gpu_rounded"),
     _feature(
-        "weights on what experts are given",
-        lambda s, _: s.router.weighs_input,
-        *("gpu_rounded", "quantize"),
+        "weights on what experts are given", lambda s, _: s.router.weighs_input, "gpu_rounded"
     ),
     _feature("gated attention", lambda spec, _: spec.attention_gate, "gpu_rounded"),
     _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "gpu_rounded"),

@@ -18,7 +18,7 @@ from typing import Literal, Protocol, get_args
 
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.memory import mtp_weight_bytes
-from llmpq.model_spec import ModelSpec
+from llmpq.model_spec import LinearShape, ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.sizes.pool_size import READS_KV4, drafted_bytes, planned_pool
@@ -309,19 +309,18 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
 def draft_weight_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) -> int:
     """Return the weights that a device's drafts hold beside its own; `index`: of `plan.workers`.
 
-    A 4-bit copy of its 16- and 8-bit layers and of its output matrix (w4kv4); on the last stage the
-    model's own head (mtp).
+    A 4-bit copy of its 16- and 8-bit layers, of such linears in others, and of its output matrix
+    (w4kv4); on the last stage the model's own head (mtp).
     """
     stage, workload = plan.places[index], plan.workload
     own, weights = _held(plan, spec, index), 0
     worker = plan.workers[index]
     last = worker.leads and worker.stage == len(plan.stages) - 1
     if mode == "w4kv4":
-        copied = DRAFT_PRECISION[mode]
         weights = sum(
             FOUR_BIT_COPY.nbytes(s.out_features, s.in_features, workload.dtype_bytes)
             for layer, precision in zip(range(*stage.layers), stage.precisions, strict=True)
-            for s in (own.of_layer(layer).linears() if precision in copied else ())
+            for s in _copied(plan, spec, layer, precision, own.of_layer(layer).linears())
         )
         if last:
             weights += FOUR_BIT_COPY.nbytes(spec.vocab, spec.hidden, workload.dtype_bytes)
@@ -334,6 +333,25 @@ def draft_weight_bytes(plan: Plan, spec: ModelSpec, index: int, mode: Speculatio
             has_embedding=worker.stage == 0,
         )
     return weights
+
+
+def _copied(
+    plan: Plan,
+    spec: ModelSpec,
+    layer: int,
+    precision: Precision,
+    linears: Sequence[LinearShape],
+) -> Sequence[LinearShape]:
+    """Return those linears of a layer that w4kv4 copies: all at its bits, or those of 8 and 16."""
+    width, grid = plan.workload.dtype_bytes, plan.settings().of_layer(layer)
+    if precision in DRAFT_PRECISION["w4kv4"]:
+        return linears
+    whole = {
+        s.kind
+        for s in (spec.of_layer(layer).linears() if grid.stored else ())
+        if grid.linear_bytes(s, precision, width) >= s.num_weights
+    }
+    return [s for s in linears if s.kind in whole]
 
 
 def _held(plan: Plan, spec: ModelSpec, index: int) -> ModelSpec:

@@ -14,6 +14,7 @@ from llmpq.kernels.cpu.native_layer import Matrix
 from llmpq.kernels.kernel_table import KernelForm
 from llmpq.kernels.weights.quantized_weight import four_bit_copy
 from llmpq.kernels.weights.weight import DraftMode, Weight
+from llmpq.precision import WeightScheme
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,11 @@ class DenseWeight(Weight):
         return KernelForm.DENSE
 
     @property
+    def keeps_codes(self) -> bool:
+        """Its floats are as they were read."""
+        return True
+
+    @property
     def expert_key(self) -> tuple[object, ...] | None:
         """Its shape."""
         return None if self.values.is_mkldnn else ("dense", *self.values.shape)
@@ -114,6 +120,10 @@ class DenseWeight(Weight):
         if mode != "w4kv4":
             return self
         return four_bit_copy(plain_dense(self.values), self.dtype)
+
+    def for_scheme(self, scheme: WeightScheme | None, name: str) -> DenseWeight:
+        """Itself: what a checkpoint leaves in floats beside its codes stays so."""
+        return self
 
     def native_matrix(self, dtype: torch.dtype) -> Matrix | None:
         """Return the matrix as a layer of our own C++ takes it; None where that cannot."""

@@ -30,6 +30,7 @@ from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
 from llmpq.kernels.kernel_table import KernelForm
 from llmpq.kernels.weights.quantized_weight import four_bit_copy
 from llmpq.kernels.weights.weight import DraftMode, Weight, finer_group
+from llmpq.precision import WeightScheme
 
 LARGEST = 448.0
 """E4M3's largest number."""
@@ -97,6 +98,11 @@ class Fp8Weight(Weight):
     def keeps_codes(self) -> bool:
         """A checkpoint's own."""
         return True
+
+    def for_scheme(self, scheme: WeightScheme | None, name: str) -> Weight:
+        """Itself in layers of 8 bits, and of 4 where their integers are kept, too."""
+        four = scheme is not None and (scheme.bits, scheme.activation_bits) == (4, 16)
+        return self if four else super().for_scheme(scheme, name)
 
     @property
     def kernel_form(self) -> KernelForm:

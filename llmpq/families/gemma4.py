@@ -214,6 +214,7 @@ FAMILY = replace(
     before=BEFORE,
     model_types=("gemma4_text", "gemma4_unified_text"),
     fields=fields,
+    codes_unread="experts",
     names=replace(
         gemma.FAMILY.names,
         embedding={**llama.FAMILY.names.embedding, **PER_LAYER},

@@ -111,6 +111,7 @@ HYBRID = replace(
     name="granite4",
     model_types=("granitemoehybrid",),
     fields=hybrid_fields,
+    codes_unread="experts",
     names=replace(
         llama.FAMILY.names,
         layer={

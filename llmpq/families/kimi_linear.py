@@ -145,6 +145,7 @@ FAMILY = replace(
     name="kimi_linear",
     model_types=("kimi_linear",),
     fields=fields,
+    codes_unread="convolutions beside codes",
     names=replace(
         llama.FAMILY.names,
         layer={

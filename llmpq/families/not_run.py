@@ -24,6 +24,7 @@ WITHOUT_EQUATION = (
     "a record of this family (what its layers compute and what its tensors are called)"
 )
 
+PER_HEAD = "a gate for each head of attention"
 RECURRENT = "this family's form of recurrent layers (linear attention, state-space layers)"
 _MAMBA1 = "Mamba-1 layers"
 _ENCODER = "encoder layers: it runs decoder-only models"
@@ -39,6 +40,19 @@ FEATURE_OF = {
     "mimo_v2_flash": "values of fewer channels than keys, and sinks on layers with a window alone",
     "cohere2_moe": "a mixture beside attention whose two parts are averaged",
     "olmo": "norms without weights",
+    "nanochat": "norms without weights",
+    "hrm_text": "norms without weights, and layers that run several times",
+    "laguna": "gates of softplus, and a number of heads for each layer",
+    "step3p5": PER_HEAD,
+    "step3p7": PER_HEAD,
+    "lfm3": PER_HEAD,
+    "bailing_hybrid": f"{PER_HEAD}, and decays of KDA from one matrix",
+    "kolibri1": "a router whose corrections are added to logits",
+    "axk1": "a norm behind mixtures alone",
+    "axk2": "norms with gates",
+    "longcat_flash": "two attentions a layer, and experts that return what they are given",
+    "diffllama": "attention that subtracts one softmax from another",
+    "bitnet": "norms inside attention and MLP",
     "phimoe": "a router that masks its second choice (sparse mixer)",
     "paligemma": "attention in which all tokens of a prompt see each other",
     "t5": _ENCODER,

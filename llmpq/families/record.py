@@ -219,6 +219,8 @@ class Family:
     """And behind them."""
     published_as: str | None = None
     """The form in which its makers publish experts, where it is not 16 bits: `mxfp4`."""
+    codes_unread: str | None = None
+    """What Transformers does not read in a quantised copy (experts: where a model has such)."""
 
 
 def _tail_of(name: str) -> str:

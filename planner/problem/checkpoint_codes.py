@@ -6,11 +6,14 @@
     NF4, FP4, IQ4    N K / 2 + N K / block scales of the dtype
     E4M3             N K + 4 bytes a scale
     integers         N K bits / 8 + scales and, if there are any, zero points of the dtype
+    16 bits          N K of the dtype
 
 Tables (MXFP4 to IQ4) are kept by layers of 4 and of 8 bits, IQ4 by 4 bits in groups of 32 only;
-E4M3 by 8 bits, integers by as many bits as they have. What is not kept is rounded on the plan's
-grid and takes what that says (`WeightScheme.nbytes`). The runtime decides alike in
-runtime/weights/quantized_checkpoint.py and gguf_checkpoint.py; tests compare the bytes.
+E4M3 by 8 bits, integers by as many bits as they have. Where a layer's integers are kept, so is its
+E4M3, and beside either its linears of 16 bits (beside tables a plan chooses 4 or 8 bits for those).
+What is not kept is rounded on the plan's grid and takes what that says (`WeightScheme.nbytes`).
+The runtime decides alike in runtime/weights/quantized_checkpoint.py and gguf_checkpoint.py; tests
+compare the bytes.
 """
 
 from __future__ import annotations
@@ -44,6 +47,10 @@ from llmpq.planner.problem.stored_precisions import (
 from llmpq.precision import Precision, WeightScheme, padded_k
 
 TABLE_BITS, TABLE_GROUP = 4, 32
+BESIDE_PLAIN = ("", "e4m3")
+"""Names of codes beside which plain linears stay as they are."""
+PLAIN, PLAIN_DTYPES = "plain", ("F16", "BF16", "F32")
+"""Linears that a checkpoint leaves in floats of 16 bits or more beside codes."""
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 GGUF_LINEARS = {
     "qkv": ("attn_q", "attn_k", "attn_v", "attn_qkv"),
@@ -80,7 +87,7 @@ class OwnCodes:
     """A linear's codes as its checkpoint has them."""
 
     name: str
-    """`mxfp4`, `nvfp4`, `nf4`, `fp4`, `iq4`, `e4m3`; "" for integers."""
+    """`mxfp4`, `nvfp4`, `nf4`, `fp4`, `iq4`, `e4m3`; "" for integers, `PLAIN` for none."""
     bits: int
     group_size: int | None
     """Weights that share a scale; None for a whole row."""
@@ -92,8 +99,8 @@ class OwnCodes:
     """Whether they have no zero points."""
 
     def is_kept(self, scheme: WeightScheme) -> bool:
-        """Whether a layer of this scheme keeps them."""
-        if scheme.activation_bits != 16:
+        """Whether a layer of this scheme keeps them, whatever is beside them."""
+        if scheme.activation_bits != 16 or self.name == PLAIN:
             return False
         if self.name == "iq4":
             return scheme.bits == TABLE_BITS and scheme.group_size == TABLE_GROUP
@@ -115,7 +122,16 @@ class OwnCodes:
 
 
 LayerCodes = Mapping[str, OwnCodes]
-"""Linear -> its codes, of those of a layer that have codes of their own."""
+"""Linear -> its codes, of those of a layer that have codes of their own; plain ones beside
+integers and E4M3."""
+
+
+def kept_codes(own: LayerCodes, scheme: WeightScheme) -> LayerCodes:
+    """Return what a layer of this scheme keeps as it is stored: codes, and floats beside them."""
+    kept = {kind: codes for kind, codes in own.items() if codes.is_kept(scheme)}
+    names = {codes.name for codes in kept.values()}
+    beside = {PLAIN, "e4m3"} if "" in names else {PLAIN} if names else set()
+    return {kind: codes for kind, codes in own.items() if kind in kept or codes.name in beside}
 
 
 def with_checkpoint_codes(
@@ -146,9 +162,10 @@ def _other_bytes(
     spec: ModelSpec, own: LayerCodes, scheme: WeightScheme, dtype_bytes: int
 ) -> Iterator[tuple[str, int]]:
     """Yield the linears of a layer that take other bytes than the scheme says, and how many."""
+    kept = kept_codes(own, scheme)
     for linear in _each_once(spec):
-        codes = own.get(linear.kind)
-        if codes is not None and codes.is_kept(scheme):
+        codes = kept.get(linear.kind)
+        if codes is not None:
             if codes.name == "" and not codes.has_usual_groups:
                 continue
             taken = codes.nbytes(dtype_bytes)
@@ -185,17 +202,16 @@ def rounded_shares(
 
 
 def _rounded(own: LayerCodes, spec: ModelSpec, scheme: WeightScheme) -> float:
-    weights = {True: 0, False: 0}
+    weights, kept = {True: 0, False: 0}, kept_codes(own, scheme)
     for linear in _each_once(spec):
-        codes = own.get(linear.kind)
         count = linear.num_weights * (spec.experts if linear.of_expert else 1)
-        weights[codes is None or not codes.is_kept(scheme)] += count
+        weights[linear.kind not in kept] += count
     return weights[True] / max(1, sum(weights.values()))
 
 
 def has_others_beside(own: LayerCodes, spec: ModelSpec) -> bool:
     """Whether a layer has 4-bit codes of a table, and linears without such."""
-    tables = [kind for kind, codes in own.items() if codes.name not in ("", "e4m3")]
+    tables = [kind for kind, codes in own.items() if codes.name not in BESIDE_PLAIN]
     return bool(tables) and any(linear.kind not in tables for linear in _each_once(spec))
 
 
@@ -208,7 +224,14 @@ def checkpoint_codes(source: Source, spec: ModelSpec) -> list[LayerCodes]:
     if described is None:
         return [{} for _ in range(spec.num_layers)]
     directory = _Directory(headers_of(source, spec), described, spec)
-    return [dict(directory.of_layer(index)) for index in range(spec.num_layers)]
+    return [_with_plain(dict(directory.of_layer(index))) for index in range(spec.num_layers)]
+
+
+def _with_plain(found: LayerCodes) -> LayerCodes:
+    """Return a layer's codes, plain linears only beside such as leave them plain."""
+    codes = {kind: own for kind, own in found.items() if own.name != PLAIN}
+    beside = codes and all(own.name in BESIDE_PLAIN for own in codes.values())
+    return found if beside else codes
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec, index: int) -> Iterator[tuple[str, OwnCodes]]:
@@ -254,12 +277,25 @@ class _Directory:
         table = self._names.of_layer(self._spec, index)
         for linear in _each_once(self._spec.of_layer(index)):
             part = f"{linear.name}.weight"
-            stems = [self._root + name.removesuffix(".weight") for name in table.get(part, ())]
+            names = [self._root + name for name in table.get(part, ())]
+            stems = [name.removesuffix(".weight") for name in names]
+            if names and all(map(self._is_plain, names)):
+                weights = linear.num_weights
+                yield (
+                    linear.kind,
+                    OwnCodes(name=PLAIN, bits=16, group_size=None, fixed_bytes=0, scales=weights),
+                )
+                continue
             for read in (self._floats, self._tables, self._integers):
                 codes = read(linear, stems) if stems else None
                 if codes is not None:
                     yield linear.kind, codes
                     break
+
+    def _is_plain(self, name: str) -> bool:
+        """Whether a tensor, or the one that a row is of, has floats."""
+        stored = self._header(name.partition("[")[0].removesuffix("^T"))
+        return stored is not None and stored[0] in PLAIN_DTYPES
 
     def _header(self, name: str) -> tuple[str, list[int]] | None:
         """Return a tensor's dtype and shape, None without it."""

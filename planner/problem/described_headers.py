@@ -72,7 +72,7 @@ def is_described(config: Mapping[str, Any]) -> bool:
 def described_headers(
     spec: ModelSpec, config: Mapping[str, Any], where: object
 ) -> dict[str, DescribedHeader]:
-    """Return the tensors of quantised linears of a model whose `quantization_config` is `config`.
+    """Return the tensors of the linears of a model whose `quantization_config` is `config`.
 
     Of a layer's experts, which are quantised alike, the first stands for all. `ValueError` where
     the config does not say enough.
@@ -85,7 +85,8 @@ def described_headers(
     method = config["quant_method"]
     tensors: dict[str, Any] = {}
     for piece in pieces(spec, experts_apart=method != "mxfp4"):
-        for name, dtype, shape in METHODS[method](piece, config):
+        described = list(METHODS[method](piece, config))
+        for name, dtype, shape in described or _plain(piece):
             entry = {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}
             tensors[name] = entry | {"holds": [piece.rows, piece.columns]}
     header = DescribedHeader(tensors)
@@ -115,6 +116,12 @@ def _rows(spec: ModelSpec, linear: LinearShape, count: int) -> list[int]:
         kv = spec.kv_heads * spec.head_dim
         return [linear.out_features - 2 * kv, kv, kv]
     return [linear.out_features // count] * count if count else []
+
+
+def _plain(piece: Piece) -> Tensors:
+    """What is not quantised has floats."""
+    name = piece.module if piece.name != piece.module else f"{piece.name}.weight"
+    yield name, "BF16", [piece.rows, piece.columns]
 
 
 def _is_named(piece: Piece, patterns: Any) -> bool:

@@ -11,7 +11,8 @@ tensors tell its form, as runtime/weights/quantized_checkpoint.py lists them:
     MXFP4, NVFP4, 4 bits of   w4a16, the codes kept; or any other
     bitsandbytes
     none of these             unquantised: 16 bits, or rounded while it loads; so are integers in
-                              groups or orders that no kernel takes
+                              groups or orders that no kernel takes. Beside integers or E4M3 that a
+                              layer keeps: as it is
 
 A GGUF file's layers are planned at the bits nearest to those of most of their weights, and may be
 served at any. Bits of other weights cannot change once stored; Atom's weights also multiply 16-bit
@@ -467,7 +468,7 @@ def _named(name: str, weight_bits: int, activation_bits: int = 16) -> Precision:
 
 
 def _layer(label: object, index: int, found: set[Precision], kept: Precision) -> StoredLayer:
-    """Return a layer of these quantised linears; unquantised ones among them follow the others."""
+    """Return a layer of these quantised linears; what others it has does not count."""
     if len(found) > 1:
         raise ValueError(
             f"'{label}': layer {index} is stored at {names_of(tuple(found))} together, "
@@ -486,7 +487,7 @@ def rounded_note(
     offers: Sequence[Sequence[Precision]],
     shares: Mapping[Precision, Sequence[float]],
 ) -> str | None:
-    """Return a sentence on linears that are rounded beside a layer's codes, None without such.
+    """Return a sentence on linears that are rounded beside kept codes, None without such.
 
     `offers`: what each layer may have. `shares`: of each layer's weights, what a precision rounds.
     """
@@ -499,8 +500,8 @@ def rounded_note(
     if not rounded:
         return None
     return (
-        f"layers {', '.join(rounded)} hold linears of more bits beside their codes: a layer has "
-        "one precision, so these are rounded to the codes' bits"
+        f"layers {', '.join(rounded)} hold linears in other codes beside their own, which are "
+        "rounded to as many bits as those have"
     )
 
 

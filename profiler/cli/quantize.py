@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from llmpq.checkpoints.hub import local_model
 from llmpq.commands.command_line import end_of
 from llmpq.errors import ExitCode
+from llmpq.families import FAMILIES
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -121,10 +122,27 @@ def quantize(request: QuantizeRequest) -> int:
         )
     if not job.settings.symmetric and any(_weight_only(p) for p in job.precisions):
         log.info("its zero points are read by llmpq-dist, not by Transformers: plan --symmetric")
+    unread = unread_by_transformers(spec, job.precisions)
+    if unread is not None:
+        log.info(unread)
     size = sum(path.stat().st_size for path in request.output.glob("*.safetensors"))
     seconds = time.perf_counter() - started
     log.info("wrote %s: %s, %.0f s", request.output, format_size(size), seconds)
     return int(ExitCode.DONE)
+
+
+def unread_by_transformers(spec: ModelSpec, precisions: Sequence[Precision]) -> str | None:
+    """Return what Transformers does not read of a copy, None where it reads all."""
+    what = FAMILIES[spec.family].codes_unread
+    coded = set(precisions) - {Precision.W16A16}
+    if what is None or not coded or Precision.W4A4 in coded:  # that no other reader takes at all
+        return None
+    if what == "experts" and not spec.experts:
+        return None
+    return (
+        f"Transformers does not read a quantised {spec.family}'s {what}; llmpq-dist does, and the "
+        "names are those that llm-compressor writes for vLLM"
+    )
 
 
 def make_job(request: QuantizeRequest, spec: ModelSpec) -> QuantizeJob:

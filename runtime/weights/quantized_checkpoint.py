@@ -10,13 +10,15 @@ What a tensor is called tells its form, so that every layer may have another one
                                    4 or 8 bits
     float_forms.py                 FP8, MXFP4, NVFP4, integers in other groups or orders: values,
                                    which the plan's precision rounds as it would the original's;
-                                   FP8 at 8 bits, and small groups of the plan's, stay codes
+                                   FP8 at 8 bits or beside integers, and small groups of the
+                                   plan's, stay codes
     NAME.qweight                   GPTQ or AWQ, as config.json says: qzeros, scales, g_idx
     llmpq.layers.I.LINEAR.codes    Atom (atom_weight.py): scale, outliers, outlier_scale,
                                    index_K; schemes in the file's metadata; the layer's norms and
                                    biases are llmpq.layers.I.PART, its channels already reordered
 
-Linears come as QuantizedWeight, AtomWeight, Fp8Weight or CodebookWeight, all else as tensors.
+Linears come as QuantizedWeight, AtomWeight, Fp8Weight or CodebookWeight, those of 16 bits beside
+integers or FP8 codes that a layer keeps as DenseWeight, all else as tensors.
 N = out, K = in_features.
 """
 
@@ -25,7 +27,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,9 +51,11 @@ from llmpq.kernels.formats.codebooks import Codebook
 from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
 from llmpq.kernels.weights.atom_weight import AtomWeight
 from llmpq.kernels.weights.codebook_weight import CodebookWeight, ordered, serves_codebooks
+from llmpq.kernels.weights.dense_weight import DenseWeight
 from llmpq.kernels.weights.fp8_weight import Fp8Weight
 from llmpq.kernels.weights.interchange import from_awq, from_compressed_tensors, from_gptq
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight, from_codes
+from llmpq.kernels.weights.weight import Weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme
 from llmpq.runtime.models.part_shapes import Shapes
@@ -78,6 +82,8 @@ from llmpq.runtime.weights.sources import (
     stored_name,
 )
 
+TABLE_BITS = 4
+"""Of codes that point into a table."""
 DTYPES = {
     **dict.fromkeys(("weight_packed", "weight_zero_point", "qweight", "qzeros"), (torch.int32,)),
     **dict.fromkeys(("weight_shape", "weight_g_idx", "g_idx"), (torch.int32, torch.int64)),
@@ -196,7 +202,23 @@ class QuantizedCheckpoint(CheckpointSource):
         """Read one decoder layer's parts, its linears packed."""
         if f"{ATOM_ROOT}{index}.qkv.codes" in self.file_of:
             return cut_parts(self._atom_layer(index, dtype), self._cuts(index))
-        return super().layer(index, dtype)
+        return self._with_plain(index, super().layer(index, dtype))
+
+    def _with_plain(self, index: int, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return a layer's parts, its linears of 16 bits beside codes that are kept as they are.
+
+        Beside a table's codes they are rounded to the plan's bits, which are 4 or 8 as it chooses.
+        """
+        scheme = self._schemes.get(index)
+        codes = [part for part in parts.values() if isinstance(part, Weight)]
+        tables = any(code.keeps_codes and code.bits == TABLE_BITS for code in codes)
+        if scheme is None or scheme.activation_bits < 16 or not codes or tables:
+            return parts
+        linears = {f"{linear.name}.weight" for linear in self.spec.of_layer(index).linears()}
+        return {
+            part: DenseWeight(tensor) if part in linears and isinstance(tensor, Tensor) else tensor
+            for part, tensor in parts.items()
+        }
 
     def _parts(
         self,
@@ -247,14 +269,34 @@ class QuantizedCheckpoint(CheckpointSource):
         return stored_codebook(name, form, self.file_of, (super().read, self._row), dtype)
 
     def _keeps_fp8(self, name: str) -> bool:
-        """Whether a tensor's FP8 codes are kept: its layer has 8 bits, kernels its blocks."""
+        """Whether a tensor's FP8 codes are kept: its layer has 8 bits or integers that are, kernels
+        its blocks."""
         scheme = self._scheme_of(name)
-        if scheme is None or (scheme.bits, scheme.activation_bits) != (8, 16):
+        if scheme is None or scheme.activation_bits < 16:
             return False
         if name.endswith(f"]{TRANSPOSED}"):  # an expert's codes lie as [in, out]
             return False
         codes = name.removesuffix(TRANSPOSED)
-        return self._is_fp8(codes) and is_kept_block(fp8_block(self._described))
+        if not self._is_fp8(codes) or not is_kept_block(fp8_block(self._described)):
+            return False
+        return scheme.bits == 8 or self._keeps_integers(codes)
+
+    def _keeps_integers(self, name: str) -> bool:
+        """Whether integers of a tensor's layer are kept as they are."""
+        number = LAYER.search(name)
+        stem = None if number is None else self._integers.get(int(number[1]))
+        return stem is not None and self._is_packed(stem)
+
+    @cached_property
+    def _integers(self) -> dict[int, str]:
+        """Return one linear of integers of each layer that has such."""
+        found: dict[int, str] = {}
+        for name in self.file_of:
+            stem, _, kind = name.rpartition(".")
+            number = LAYER.search(name) if kind in ("weight_packed", "qweight") else None
+            if number is not None and self._header(name)[0] == "I32":
+                found.setdefault(int(number[1]), stem)
+        return found
 
     def _is_fp8(self, name: str) -> bool:
         """Whether a tensor, or the one that a row is of, is stored as FP8 codes."""
@@ -396,8 +438,9 @@ class QuantizedCheckpoint(CheckpointSource):
             scale_N1 = self._stacked(part, [self._read(f"{stem}.weight_scale") for stem in stems])
             self._require_shape(stems, codes_NK.shape, shape)
             return channel_weight(codes_NK, scale_N1, dtype)
-        pieces = [self._piece(stem, dtype) for stem in stems]
-        if len({(piece.bits, piece.group_size) for piece in pieces}) > 1:
+        alike = all(map(self._is_packed, stems))
+        pieces = [self._piece(stem, dtype) for stem in stems] if alike else []
+        if len({(piece.bits, piece.group_size) for piece in pieces}) != 1:
             raise ValueError(
                 f"'{self.directory}': {', '.join(stems)} are quantised differently; llmpq runs "
                 "them as one matrix and needs one scheme"

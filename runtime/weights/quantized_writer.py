@@ -1,9 +1,9 @@
 """Writes a quantised model directory, one file a layer, so that an interrupted run resumes.
 
 Layers that compressed-tensors can express (3-, 4- and 8-bit weights; w8a8) are written in its form
-under their Hugging Face names and load in Transformers, but for models whose experts are one tensor
-there, of which it reads no codes (the mixtures of Granite 4 and Gemma 4), and Kimi Linear, whose
-convolutions it does not find beside codes. Atom layers are written as
+under their Hugging Face names and load in Transformers, but for what it joins of no codes
+(`Family.codes_unread`: experts that are one tensor there and that it splits in no other model, and
+what it joins of 16-bit tensors where it expects codes). Atom layers are written as
 `quantized_checkpoint.py` describes. Embedding, head and the tokenizer's files go along.
 """
 

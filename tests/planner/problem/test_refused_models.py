@@ -40,6 +40,13 @@ def spec_of(model: str, **change: Any) -> ModelSpec:
         ("mamba2", "models of Mamba-2 layers alone"),
         ("rwkv", "RWKV's layers"),
         ("t5", "decoder-only"),
+        ("laguna", "gates of softplus, and a number of heads for each layer"),
+        ("kolibri1", "a router whose corrections are added to logits"),
+        ("axk1", "a norm behind mixtures alone"),
+        ("longcat_flash", "two attentions a layer"),
+        ("nanochat", "norms without weights"),
+        ("lfm3", "a gate for each head of attention"),
+        ("bailing_hybrid", "a gate for each head of attention, and decays of KDA"),
         ("qwen4", "a record of this family"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Linears of more bits beside a layer's codes: counted as a loss, and named."""
+"""Linears beside a layer's codes: floats stay, codes that no kernel takes are a loss, and named."""
 
 from __future__ import annotations
 
@@ -39,12 +39,14 @@ CONFIG: dict[str, Any] = {
 
 
 def built(folder: Path, group: int, plain: str, kind: torch.dtype, device: str) -> BuiltProblem:
-    """Plan a model of which layer 1 has one linear that is no integers."""
+    """Plan a model of which layer 1 has one linear of its own: floats, or integers in order."""
     tensors = {"model.embed_tokens.weight": torch.zeros(64, HIDDEN)}
     for layer in range(2):
         for name, (n, k) in LINEARS.items():
             stem = f"model.layers.{layer}.{name}"
-            if layer == 1 and name == plain:
+            if layer == 1 and name == plain and kind is torch.int32:
+                tensors[f"{stem}.weight_g_idx"] = torch.zeros(k, dtype=kind)
+            elif layer == 1 and name == plain:
                 tensors[f"{stem}.weight"] = torch.zeros(n, k).to(kind)
                 if kind is torch.float8_e4m3fn:
                     tensors[f"{stem}.weight_scale"] = torch.ones(1)
@@ -68,20 +70,37 @@ def built(folder: Path, group: int, plain: str, kind: torch.dtype, device: str) 
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize(
     ("plain", "kind"),
-    [("mlp.down_proj", torch.float16), ("self_attn.o_proj", torch.float8_e4m3fn)],
+    [
+        ("mlp.down_proj", torch.float16),
+        ("self_attn.o_proj", torch.float8_e4m3fn),
+        ("self_attn.o_proj", torch.int32),
+    ],
 )
-def test_linears_of_more_bits_are_a_loss_and_named(
+def test_other_codes_are_a_loss_and_named_and_floats_stay(
     tmp_path: Path, group: int, plain: str, kind: torch.dtype, device: str
 ) -> None:
     found = built(tmp_path, group, plain, kind, device)
     omega = [found.problem.sensitivity.omega(layer, Precision.W4A16) for layer in range(2)]
     n, k = LINEARS[plain]
+    grid = found.problem.quantization
+    taken = [
+        grid.of_layer(layer).linear_bytes(linear, Precision.W4A16, 2)
+        for layer in range(2)
+        for linear in found.problem.spec.linears()
+        if linear.name == plain.split(".")[1].removesuffix("_proj")
+    ]
+    if kind is not torch.int32:
+        width = {torch.float16: 2, torch.float8_e4m3fn: 1}[kind]
+        assert n * k * width <= taken[1] < n * k * width * 1.1 and taken[0] < 0.7 * n * k
+        assert omega == [0, 0] and found.notes == ()
+        return
     share = n * k / sum(rows * columns for rows, columns in LINEARS.values())
     whole = found.problem.spec.num_layers  # 1 is all layers at 4 bits
     assert omega[0] == 0 and omega[1] == pytest.approx(share / whole)
+    assert taken[1] == taken[0]
     assert found.notes[0] == (
-        "layers 1 hold linears of more bits beside their codes: a layer has one precision, so "
-        "these are rounded to the codes' bits"
+        "layers 1 hold linears in other codes beside their own, which are rounded to as many bits "
+        "as those have"
     )
 
 

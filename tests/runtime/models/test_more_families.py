@@ -19,6 +19,7 @@ from llmpq.capabilities import lacks
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
+from llmpq.profiler.cli.quantize import unread_by_transformers
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
 from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.smooth_channels import smoothed
@@ -410,6 +411,31 @@ def test_transformers_reads_a_quantised_copy(models: Any, tmp_path: Path, kind: 
         want = model.eval()(torch.tensor([tokens])).logits
     got = scores(ReferencePipeline.from_directory(tmp_path / "q"))
     assert float((got - want).norm() / want.norm()) < 2e-5
+
+
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "gemma4", "kimi_linear"])
+def test_what_transformers_does_not_read_of_a_copy_is_said(
+    models: Any, tmp_path: Path, kind: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    directory = models.directory(kind)
+    spec = ModelSpec.from_directory(directory)
+    eights = [Precision.W8A16] * spec.num_layers
+    quantize(directory, tmp_path / "q", eights, "rtn")
+    said = unread_by_transformers(spec, eights)
+    assert said is not None and f"does not read a quantised {spec.family}'s" in said
+    assert unread_by_transformers(spec, [Precision.W16A16] * spec.num_layers) is None
+    got = scores(ReferencePipeline.from_directory(tmp_path / "q"))
+    auto = transformers.AutoModelForCausalLM
+    try:
+        model = auto.from_pretrained(tmp_path / "q", dtype=torch.float32)
+    except (RuntimeError, ValueError, AttributeError):
+        return
+    with torch.no_grad():  # what was not found is drawn
+        tokens = torch.tensor([[(7 * i * i + 3) % VOCAB for i in range(24)]])
+        want = model.eval()(tokens).logits
+    assert float((got - want).norm() / want.norm()) > 0.1
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "olmo2", "gemma2", "glm4_moe"])

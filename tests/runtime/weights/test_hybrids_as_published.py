@@ -9,6 +9,7 @@ What is quantised of each and how follows checkpoints that are published:
                              llm-compressor: FP8 a row, or NVFP4, recurrent layers left whole;
                              ModelOpt: recurrent layers FP8, experts NVFP4
     Granite 4, LFM2, Kimi    llm-compressor: FP8 a row, experts one by one
+    AWQ, GPTQ                4 bits in groups of 128; experts alone, or what has a shape for it
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmpq.kernels.formats.codebooks import Codebook
+from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.kernels.weights.weight import Weight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
+from llmpq.planner.problem.checkpoint_codes import checkpoint_codes, rounded_shares
 from llmpq.planner.problem.stored_precisions import stored_layers
-from llmpq.precision import Precision
+from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
+from reference.interchange import to_awq, to_compressed_tensors, to_gptq
 from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
@@ -199,6 +204,23 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, str]]] = {
         "compressed-tensors",
         {"FP8": r"experts|self_attn\.(q|k|v|o|kv_b|kv_a)_proj"},
     ),
+    "Granite 4 AWQ, what Mamba-2 reads left": (
+        "granitemoehybrid",
+        "awq",
+        {"INT4": r"mamba\.out_proj|self_attn|shared_mlp|experts\.\d"},
+    ),
+    "Nemotron 3 Nano GPTQ, what Mamba-2 reads left": (
+        "nemotron_h",
+        "gptq",
+        {"INT4": r"experts|mixer\.(out|up|down|o)_proj"},
+    ),
+    "Qwen3-Next AWQ, experts alone": ("qwen3_next", "awq", {"INT4": r"experts\.\d"}),
+    "Kimi Linear GPTQ, attention left": ("kimi_linear", "gptq", {"INT4": r"experts|mlp"}),
+    "Kimi Linear, FP8 beside 4 bits": (
+        "kimi_linear",
+        "compressed-tensors",
+        {"INT4": r"experts\.\d|mlp", "FP8": r"shared_experts|self_attn\.(q|k|v|o|kv_a)_proj"},
+    ),
 }
 STACKED: dict[str, tuple[str, ...]] = {
     "experts.gate_up_proj": ("gate_proj", "up_proj"),
@@ -287,8 +309,21 @@ def fp8(weight: Tensor, style: str) -> tuple[dict[str, Tensor], Tensor]:
     return {"weight": codes, **fields}, codes.float() * scale
 
 
+def int4(weight: Tensor, style: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the fields of a linear, and the numbers that they are."""
+    scheme = WeightScheme(bits=4, group_size=128, clip_search=False)
+    made = quantize_weight(weight, scheme, dtype=torch.float32, layout=Layout.ROWS)
+    fields = {"awq": to_awq, "gptq": to_gptq}.get(style, to_compressed_tensors)(made)
+    return fields, made.dequantize(torch.float32)
+
+
+MAKERS = {"NVFP4": nvfp4, "FP8": fp8, "INT4": int4}
+
+
 def described(style: str, of: dict[str, str]) -> dict[str, Any]:
     """Return config.json's words."""
+    if style in ("awq", "gptq"):
+        return {"quant_method": style, "bits": 4, "group_size": 128}
     if style == "fp8":
         return {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     if style == "modelopt":
@@ -323,7 +358,7 @@ def written(dense: Path, folder: Path, style: str, stored_as: dict[str, str]) ->
         if form is None or tensor.ndim != 2:
             codes[name] = tensor
             continue
-        fields, whole[name] = (nvfp4 if form == "NVFP4" else fp8)(tensor.float(), style)
+        fields, whole[name] = MAKERS[form](tensor.float(), style)
         codes |= {f"{stem}.{field}": value for field, value in fields.items()}
         of[stem] = form
     for name in [name for name in numbers if name.endswith("k_proj.weight")]:
@@ -378,7 +413,7 @@ def test_hybrids_as_published_are_their_numbers(
     best = [max(layer.as_stored, key=lambda p: p.weight_bits) for layer in layers]
     assert {layer.stored for layer in layers} <= {
         Precision.W16A16,
-        *({Precision.W4A16} if "NVFP4" in stored_as else ()),
+        *({Precision.W4A16} if stored_as.keys() & {"NVFP4", "INT4"} else ()),
         *({Precision.W8A16} if "FP8" in stored_as else ()),
     }
     held = open_checkpoint(form, spec)
@@ -393,8 +428,21 @@ def test_hybrids_as_published_are_their_numbers(
             assert float(apart) <= 1e-5 * float(values[part].norm()), part
             num_kept += isinstance(found, Weight)
     assert num_kept >= 3, "codes stay codes"
+    if "NVFP4" not in stored_as:  # nothing is rounded: floats beside codes stay floats
+        assert relative(logits(form, precisions=best), want) < 1e-5
+        rounded = _shares(form, spec, best)
+        assert rounded == [0.0] * spec.num_layers
     planned, loaded = planned_and_loaded(form)
     assert planned == loaded
+
+
+def _shares(form: Path, spec: ModelSpec, precisions: list[Precision]) -> list[float]:
+    """Return of each layer the share of weights that it rounds, as plans count it."""
+    codes, found = checkpoint_codes(form, spec), []
+    for index, precision in enumerate(precisions):
+        scheme = Quantization().scheme(precision)
+        found.append(0.0 if scheme is None else rounded_shares(codes, spec, scheme)[index])
+    return found
 
 
 def test_experts_in_one_tensor_of_codes_are_their_numbers(dense_of: Any, tmp_path: Path) -> None:
