@@ -83,6 +83,8 @@ def drawn(options: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     found = {key: _other(key, value, rng) for key, value in options.items()}
     if "short_factor" in (options.get("rope_parameters") or {}):  # one for each pair of channels
         found["hidden_size"], found["num_attention_heads"] = 64, 4
+    if "mamba_d_head" in found:  # twice the hidden size is that of all heads
+        found["hidden_size"] = 64
     if "kv_lora_rank" in found:  # latents are of all heads
         found["num_key_value_heads"] = found["num_attention_heads"]
     return found

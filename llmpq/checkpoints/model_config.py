@@ -59,6 +59,7 @@ BOOKKEEPING = frozenset(
         "max_window_layers",
         "vision_config",
         "text_config",
+        "llm_config",
         "deepstack_visual_indexes",
     ]
 )
@@ -207,12 +208,17 @@ def _shapes(family: Family, read: _Read) -> dict[str, Any]:
     return {**own_head, **fields}
 
 
+def inside(config: Config) -> Config | None:
+    """Return the section of a language model inside; Nemotron Omni's older configs call it so."""
+    return section(config, "text_config") or section(config, "llm_config")
+
+
 def _language_model(config: Config) -> tuple[str, dict[str, Any]]:
     """Return the `model_type` and the keys of the language model: a section's, or the whole's."""
     model_type = str(config.get("model_type"))
     if model_type not in WRAPPERS:
         return model_type, dict(config)
-    inner = {**(section(config, "text_config") or config)}
+    inner = {**(inside(config) or config)}
     own = inner.get("model_type", model_type)
     model_type = str(config_class(model_type).text if own == model_type else own)
     if TIED in config:  # the whole model's word counts
@@ -231,7 +237,7 @@ def with_stored_head(config: dict[str, Any], directory: str | Path) -> dict[str,
     if model_type not in WRAPPERS or text_type not in BY_MODEL_TYPE:
         return config
     whole = config.get(TIED, config_class(model_type).defaults.get(TIED))
-    own = (section(config, "text_config") or inner).get(TIED)
+    own = (inside(config) or inner).get(TIED)
     own = config_class(text_type).defaults.get(TIED) if own is None else own
     names = tensor_names(Path(directory)) if whole and not own else frozenset()
     if not names:
@@ -253,10 +259,11 @@ def _require_agreement(config: Config, kind: ConfigClass) -> None:
 def _unknown_family(model_type: str, config: Config, inner: Config) -> ValueError:
     """Say which family it is and what of it llmpq lacks, not which family has a similar name."""
     known = ", ".join(sorted([*BY_MODEL_TYPE, *WRAPPERS]))
-    text = section(config, "text_config") or {}
+    text = inside(config) or {}
     text_type = str(text.get("model_type", ""))
     runs = text_type in BY_MODEL_TYPE
-    feature = lacking(model_type, {**config, **text, **inner}, text_type)
+    # What a language model inside has that is run is no lack.
+    feature = lacking(model_type, config if runs else {**config, **text, **inner}, text_type)
     if feature is None and runs:
         feature = f"{WITHOUT_EQUATION}; '{text_type}' inside is run if saved as a model of its own"
     elif feature is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_model
-from llmpq.checkpoints.model_config import read_config
+from llmpq.checkpoints.model_config import inside, read_config
 from llmpq.families.common.config_values import is_given, section
 from llmpq.file_form import read_json
 
@@ -119,7 +119,7 @@ def _stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
     Kimi K2.5 says it there; compressed-tensors' first models called it `compression_config`.
     """
-    inner = section(config, "text_config") or {}
+    inner = inside(config) or {}
     stated = (section(c, key) for c in (config, inner) for key in KEYS)
     return next((found for found in stated if found), None)
 

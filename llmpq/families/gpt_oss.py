@@ -53,6 +53,7 @@ FAMILY = replace(
     name="gpt_oss",
     model_types=("gpt_oss",),
     published_as="mxfp4",
+    codes_unread="experts",
     fields=fields,
     names=replace(
         llama.FAMILY.names,

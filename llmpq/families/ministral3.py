@@ -60,6 +60,7 @@ LATENT = replace(
     name="mistral4",
     model_types=("mistral4",),
     fields=latent_fields,
+    codes_unread="experts",
     names=replace(
         _NAMES,
         layer={

@@ -144,7 +144,7 @@ FAMILY = replace(
     fields=fields,
     names=replace(
         llama.FAMILY.names,
-        roots=("backbone.", "model."),
+        roots=("backbone.", "model.", "language_model.backbone.", "language_model.model."),
         embedding={"tokens.weight": ("embeddings.weight",)},
         layer={
             **_NORMS,

@@ -7,6 +7,7 @@ from llmpq.families.common.config_values import Config, is_given
 LEFT_OUT = {
     "vision_config": "the vision tower: text only",
     "audio_config": "the audio tower: text only",
+    "sound_config": "the audio tower: text only",
     "speech_config": "the speech tower: text only",
     "mm_tokens_per_image": "the vision tower: text only",
     "image_token_index": "the vision tower: text only",
@@ -104,7 +105,7 @@ def no_language_model(config: Config) -> str | None:
                 f"'{key}' describes layers that draft for another model (EAGLE and its like), "
                 "which llmpq does not run; give the model that they draft for"
             )
-    if any(is_given(config.get(key)) for key in ("vocab_size", "text_config")):
+    if any(is_given(config.get(key)) for key in ("vocab_size", "text_config", "llm_config")):
         return None
     for key in TOWERS:
         if is_given(config.get(key)):

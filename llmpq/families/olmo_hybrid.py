@@ -78,6 +78,7 @@ FAMILY = replace(
     name="olmo_hybrid",
     model_types=("olmo_hybrid",),
     fields=fields,
+    codes_unread="convolutions beside codes",
     names=replace(
         llama.FAMILY.names,
         layer={

@@ -82,6 +82,7 @@ VISION = replace(
     name="qwen3_vl_moe",
     model_types=("qwen3_vl_moe_text",),
     fields=vision_fields,
+    codes_unread="experts",
     names=replace(
         FAMILY.names,
         layer={

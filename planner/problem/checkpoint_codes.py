@@ -211,7 +211,7 @@ def _rounded(own: LayerCodes, spec: ModelSpec, scheme: WeightScheme) -> float:
 
 def has_others_beside(own: LayerCodes, spec: ModelSpec) -> bool:
     """Whether a layer has 4-bit codes of a table, and linears without such."""
-    tables = [kind for kind, codes in own.items() if codes.name not in BESIDE_PLAIN]
+    tables = [kind for kind, codes in own.items() if codes.name not in (*BESIDE_PLAIN, PLAIN)]
     return bool(tables) and any(linear.kind not in tables for linear in _each_once(spec))
 
 

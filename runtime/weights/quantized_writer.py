@@ -82,6 +82,8 @@ class CheckpointWriter:
                 tensors |= _atom_tensors(index, part, weight, dtype)
             else:
                 tensors |= self._named_tensors(index, part, weight, dtype)
+        if not atom:
+            tensors |= {name: self._source.read(name) for name in self._constants(index)}
         _save(tensors, self.directory / layer_file(index), metadata)
         self._write_index()
 
@@ -130,6 +132,12 @@ class CheckpointWriter:
             packed = pack_quantized(weight.bits, **piece) if "codes_NK" in piece else piece
             tensors |= {f"{stem}.{kind}": tensor for kind, tensor in packed.items()}
         return tensors
+
+    def _constants(self, index: int) -> list[str]:
+        """Return what a layer has that no part is read from, and that other readers look for."""
+        layer = f"{self._source.root}{self._names.layer_prefix}{index}."
+        stored = [name for name in self._source.file_of if name.startswith(layer)]
+        return [name for name in stored if name.rpartition(".")[2] in self._names.buffers]
 
     def _shaped(self, name: str, tensor: Tensor) -> Tensor:
         """Return a dense tensor in the shape that the checkpoint has it in."""

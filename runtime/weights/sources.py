@@ -49,8 +49,9 @@ UNREAD = re.compile(
 """Buffers that old checkpoints carry, scales of a KV cache in 8 bits, and tied heads; constants of
 lightning attention."""
 LEFT_OUT = re.compile(
-    r"(^|\.)(vision(_tower|_model|_encoder|_embedder|_projection)?|visual|audio_tower"
-    r"|multi_modal_projector|mm_projector|embed_vision|embed_audio|connector|merger|mtp(_layers)?)\."
+    r"(^|\.)(vision(_tower|_model|_encoder|_embedder|_projection|_projector)?|visual|audio_tower"
+    r"|multi_modal_projector|mm_projector|embed_vision|embed_audio|connector|merger|mtp(_layers)?"
+    r"|visual_embeddings_table|aligner|mlp1|sound_encoder|sound_projection)\."
     r"|(^|\.)image_newline$"
 )
 """Parts of a checkpoint beside the language model."""

@@ -88,10 +88,12 @@ def make_mtp_model(folder: Path, family: str, name: str, options: dict[str, Any]
 
     torch.manual_seed(5)
     depth = options["num_hidden_layers"]
-    more = {"num_hidden_layers": depth + 1}
-    if "layer_types" in options:
-        more["layer_types"] = [*options["layer_types"], "full_attention"]
-    config = getattr(transformers, f"{name}Config")(**{**options, **more})
+    more: dict[str, Any] = {"num_hidden_layers": depth + 1}
+    for key, last in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+        if key in options:
+            more[key] = [*options[key], last]
+    known = {key: value for key, value in options.items() if key != "model_type"}
+    config = getattr(transformers, f"{name}Config")(**{**known, **more})
     with torch.inference_mode(False), torch.no_grad():
         auto = transformers.AutoModelForCausalLM
         whole = auto.from_config(config, attn_implementation="eager").eval()
@@ -127,9 +129,8 @@ def make_mtp_model(folder: Path, family: str, name: str, options: dict[str, Any]
     path = folder / "config.json"
     said = json.loads(path.read_text())
     said["num_hidden_layers"] = depth
-    if beside:
-        said["layer_types"] = options["layer_types"]
-    else:
+    said |= {key: options[key] for key in ("model_type", *more) if key in options}
+    if not beside:
         said["num_nextn_predict_layers"] = 1
     path.write_text(json.dumps(said))
     return MtpModel(folder, whole, parts, beside)

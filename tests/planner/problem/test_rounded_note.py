@@ -66,14 +66,15 @@ def built(folder: Path, group: int, plain: str, kind: torch.dtype, device: str) 
     return build_problem(inputs)
 
 
+FLOATS = [("mlp.down_proj", torch.float16), ("self_attn.o_proj", torch.float8_e4m3fn)]
+
+
 @pytest.mark.parametrize("device", ["CPU", "T4"])
-@pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize(
-    ("plain", "kind"),
+    ("group", "plain", "kind"),
     [
-        ("mlp.down_proj", torch.float16),
-        ("self_attn.o_proj", torch.float8_e4m3fn),
-        ("self_attn.o_proj", torch.int32),
+        *((group, *one) for group in (32, 64, 128) for one in FLOATS),
+        (128, "self_attn.o_proj", torch.int32),
     ],
 )
 def test_other_codes_are_a_loss_and_named_and_floats_stay(
@@ -97,7 +98,7 @@ def test_other_codes_are_a_loss_and_named_and_floats_stay(
     share = n * k / sum(rows * columns for rows, columns in LINEARS.values())
     whole = found.problem.spec.num_layers  # 1 is all layers at 4 bits
     assert omega[0] == 0 and omega[1] == pytest.approx(share / whole)
-    assert taken[1] == taken[0]
+    assert max(taken) < 0.7 * n * k
     assert found.notes[0] == (
         "layers 1 hold linears in other codes beside their own, which are rounded to as many bits "
         "as those have"

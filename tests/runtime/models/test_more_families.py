@@ -395,9 +395,13 @@ def test_mixed_layers_are_those_that_are_rounded_on_load(
     assert float((got - want).norm() / want.norm()) < 2e-3
 
 
-@pytest.mark.parametrize("kind", ["gemma4 with shared caches", "nemotron_h", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "kind",
+    ["gemma4 with shared caches", "nemotron_h", "qwen3_5_moe", "gemma3n", "llama4", "apertus"],
+)
 def test_transformers_reads_a_quantised_copy(models: Any, tmp_path: Path, kind: str) -> None:
-    """Matrices in front of the layers, heads of unlike sizes, and experts that are stored apart."""
+    """Matrices in front of the layers, unlike heads, experts that are stored apart, streams, and
+    constants that others look for."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
     directory = models.directory(kind)
@@ -413,7 +417,9 @@ def test_transformers_reads_a_quantised_copy(models: Any, tmp_path: Path, kind: 
     assert float((got - want).norm() / want.norm()) < 2e-5
 
 
-@pytest.mark.parametrize("kind", ["granitemoehybrid", "gemma4", "kimi_linear"])
+@pytest.mark.parametrize(
+    "kind", ["granitemoehybrid", "gemma4", "kimi_linear", "gpt_oss", "olmo_hybrid", "mistral4"]
+)
 def test_what_transformers_does_not_read_of_a_copy_is_said(
     models: Any, tmp_path: Path, kind: str
 ) -> None:
