@@ -35,6 +35,8 @@ TIE = 0.02
 predicted times, three within 5.6 % (docs/lab-book/runtime.md); plans of one GPU within 1.1 %."""
 PROVEN = 1.01e-3
 """Relative gap up to which one engine is said to be the best of all topologies."""
+MOST_TOKENS = 300_000
+"""Answers' tokens of a job up to which it is simulated; of more, plans' own times are taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +338,52 @@ def score(
     if options.prefer is None:
         return predicted.total_s + p.theta * predicted.sum_omega
     return math.log(predicted.total_s) + _price_of(p, options.prefer) * predicted.sum_omega
+
+
+def without_sending(best: Answer, found: TopologyAnswer, options: SolveOptions) -> TopologyAnswer:
+    """Return engines of one device each where a plan that sends between devices is hardly better.
+
+    Within `SolveOptions.tie`, both valued by the runtime's scheduler over their predicted step
+    times, with what a plan's closed form leaves out: how stages fill and drain, and the rows that
+    follow one another.
+    """
+    alone, topology = found.alone, found.topology
+    if not options.tie or alone is None or alone.topology is None:
+        return found
+    engines = [(best.plan, best.plan.workload.batch)]
+    if topology is not None:
+        engines = [(one.plan, one.rows) for one in topology.engines]
+    sends = _simulated_score(best, engines, options)
+    others = [(one.plan, one.rows) for one in alone.topology.engines]
+    other = _simulated_score(best, others, options)
+    quicker = math.expm1(other - sends) if options.prefer else other / sends - 1
+    if quicker > options.tie:
+        return found
+    return replace(alone, found=replace(alone.found, quicker=quicker))
+
+
+def _simulated_score(
+    best: Answer, engines: Sequence[tuple[Plan, int]], options: SolveOptions
+) -> float:
+    """Return what is made smallest, of engines with their rows as they would run."""
+    tokens = sum(rows * plan.workload.gen_len for plan, rows in engines)
+    total_s = max(_job_seconds(plan, rows, tokens <= MOST_TOKENS) for plan, rows in engines)
+    predicted = TopologyPredicted(
+        total_s=total_s,
+        output_tokens_per_s=tokens / total_s,
+        sum_omega=max(plan.predicted.sum_omega for plan, _ in engines if plan.predicted),
+    )
+    return score(best, predicted, options)
+
+
+def _job_seconds(plan: Plan, rows: int, simulated: bool) -> float:
+    """Return how long a plan takes for so many rows: simulated, or as it predicts, in waves."""
+    if simulated:
+        from llmpq.planner.traffic.simulated import simulate_batch
+
+        return simulate_batch(plan, rows)
+    assert plan.predicted is not None, "the planner always predicts"
+    return -(-rows // plan.workload.batch) * plan.predicted.total_s
 
 
 def _price_of(problem: Problem, prefer: Prefer) -> float:

@@ -29,13 +29,13 @@ from llmpq.planner.answer import (
     pipeline_below,
     solve_options,
     solved,
+    without_sending,
 )
 from llmpq.planner.cli.alternatives import MethodRow, bits_lines, left_out_lines
 from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.certificates import write_certificate, write_topology_certificate
 from llmpq.planner.cli.own_dtype import beats, closer_refusal, in_own_dtype
 from llmpq.planner.cli.show_topology import print_topology, topology_lines
-from llmpq.planner.cli.tie import without_sending
 from llmpq.planner.evaluate.simulator import reported_time
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import OPTIMAL_GAP, Infeasible, Unfinished
