@@ -25,7 +25,7 @@ def main(options: ServeOptions) -> int:
     options = _with_engines(options)
     settings = settings_of(options)
     from llmpq.runtime.serve.log_thread import lines_apart
-    from llmpq.runtime.serve.server import serve
+    from llmpq.runtime.serve.server import listening, serve
     from llmpq.runtime.serve.service import Service
 
     if options.no_access_log:
@@ -38,7 +38,8 @@ def main(options: ServeOptions) -> int:
     if not 0 < options.port < 65536:
         raise ValueError(f"--port must be 1 to 65535, got {options.port}")
     if settings.uds is None:
-        _require_free(options.host, options.port)
+        for taken in listening(options.host, options.port):  # said before a plan is made
+            taken.close()
     else:
         _require_free_socket(settings.uds)
     if options.engine.trace is not None:
@@ -300,18 +301,3 @@ def _require_free_socket(path: str) -> None:
         except OSError:
             return  # one that a server has left behind
     raise ValueError(f"another server listens at --uds '{path}'; choose another path")
-
-
-def _require_free(host: str, port: int) -> None:
-    """Refuse an address that cannot be listened at before a model is loaded for it."""
-    import socket
-
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as error:
-        raise ValueError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
-        ) from None

@@ -126,7 +126,7 @@ class RequestBody(Body):
 @lru_cache(maxsize=1000)
 def _note_ignored(name: str) -> None:
     """Log a field that changes nothing; a name among the newest thousand is not logged again."""
-    _log.warning("the field %s of a request is ignored: no API has it", short_repr(name))
+    _log.warning("the field %s of a request is ignored: no API known here has it", short_repr(name))
 
 
 class ChoiceBody(RequestBody):

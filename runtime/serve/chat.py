@@ -70,8 +70,9 @@ class Chat:
         limit = body.max_completion_tokens
         limit = body.max_tokens if limit is None else limit
         limit = service.default_max_tokens if limit is None else limit
-        if limit == 0:
-            raise ApiError(400, "max_tokens must be at least 1, got 0", param="max_tokens")
+        if limit is not None and limit < 1:
+            message = f"max_tokens must be at least 1, got {limit}"
+            raise ApiError(400, message, param="max_tokens")
         self.params = body.params(
             max_tokens=limit,
             logprobs=self._most,

@@ -1,7 +1,7 @@
 """Fields of requests that this server does not obey: those that ask for nothing, and the refused.
 
 What a request asks for is done or refused. Names are those of OpenAI, Anthropic, vLLM, SGLang,
-llama.cpp and Ollama; names that none of them has are ignored.
+llama.cpp, Ollama and Transformers; other names are ignored.
 """
 
 from __future__ import annotations
@@ -32,9 +32,22 @@ HINTS = frozenset(
         "access_programs",
         "guided_decoding_backend",
         "background_options",
+        # llama.cpp's and Ollama's
+        "keep_alive",
+        "id_slot",
+        "repeat_last_n",
+        "mirostat_tau",
+        "mirostat_eta",
+        "dynatemp_exponent",
+        "dry_base",
+        "dry_allowed_length",
+        "dry_penalty_last_n",
+        "dry_sequence_breakers",
+        "xtc_threshold",
     )
 )
-"""Labels and hints: no answer could show that they were ignored."""
+"""Labels, hints, and what says more of a field that is refused: no answer could show that they were
+ignored."""
 
 _NO_SAMPLER = "this server samples by temperature, top_k, top_p, min_p and penalties; leave it out"
 _ONE = "one answer is made; ask /v1/chat/completions or /v1/completions for several"
@@ -103,6 +116,16 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "grammar": (("",), "set 'guided_grammar'"),
     "json_schema": (({},), _GUIDE),
     "n_predict": ((), "set 'max_tokens'"),
+    "num_predict": ((), "set 'max_tokens'"),
+    "num_ctx": ((), "it is set when the server starts (--max-model-len)"),
+    "n_keep": ((0,), "what is too long is refused, nothing of it is dropped"),
+    "t_max_predict_ms": ((0, -1), "the server sets it (--request-timeout)"),
+    "timings_per_token": (
+        (False,),
+        "the access log and /metrics have times",
+    ),
+    "return_progress": ((False,), "a stream begins with the first token"),
+    "reasoning_format": (("auto", "deepseek"), "set 'separate_reasoning': true or false"),
     "repeat_penalty": ((1, 1.0), "set 'repetition_penalty'"),
     "n_probs": ((0,), "set 'logprobs'"),
     "mirostat": ((0,), _NO_SAMPLER),
@@ -119,6 +142,12 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "format": ((), _GUIDE),
     "think": ((), _KWARGS),
     "enable_thinking": ((), _KWARGS),
+    # Transformers' arguments, and openai-python's as other clients send it
+    "max_new_tokens": ((), "set 'max_tokens'"),
+    "max_length": ((), "set 'max_tokens', of the answer alone"),
+    "do_sample": ((True,), "'temperature': 0 is greedy"),
+    "num_beams": ((1,), _NO_SAMPLER),
+    "extra_body": (({},), "write its fields into the request itself"),
     # What another door of this server answers.
     "n": ((1,), _ONE),
     "best_of": ((1,), _ONE),

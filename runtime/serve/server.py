@@ -38,6 +38,8 @@ which else send a request into a connection that closes."""
 _FULL_S = 10.0
 """How often the log says that no further connection can be opened."""
 _POLL_S = 0.05
+_BACKLOG = 2048
+"""Connections that may wait to be taken: as many as uvicorn's."""
 _LOST_S = 1.0
 """How long a server whose engine is lost answers 503 before it ends: its clients hear of it."""
 
@@ -134,6 +136,37 @@ def protocol(head_timeout_s: float, write_timeout_s: float) -> type[H11Protocol]
     return Bounded
 
 
+def listening(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen at each address of a host; `ValueError` where one cannot.
+
+    `localhost` has two. They listen from here on: two that are bound alone do not exclude each
+    other.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        with ExitStack() as undo:
+            for family, kind, number, _, address in dict.fromkeys(
+                socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            ):
+                try:
+                    found = socket.socket(family, kind, number)
+                except OSError:  # no IPv6 on this machine
+                    continue
+                undo.callback(found.close)
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                found.bind(address)
+                found.listen(_BACKLOG)
+                sockets.append(found)
+            undo.pop_all()
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
+        ) from None
+    return sockets
+
+
 class Served(Gated, Protocol):
     """What a server ends in order."""
 
@@ -174,6 +207,7 @@ class Server(uvicorn.Server):
         self.failure: BaseException | None = None
         """What ended the engine, or kept it from loading."""
         self._full_said_s = float("-inf")
+        self._listeners: list[socket.socket] | None = None
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -190,8 +224,18 @@ class Server(uvicorn.Server):
             finally:
                 signal.signal(hang_up, before)
 
+    def listen(self) -> None:
+        """Take the address, before a model is loaded for it; `ValueError` where another has it."""
+        if self._listeners is None and self.config.uds is None:
+            self._listeners = listening(self.config.host, self.config.port)
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until asked to end."""
+        self.listen()
+        super().run(sockets or self._listeners)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
+        """Begin to answer."""
         asyncio.get_running_loop().set_exception_handler(self._loop_error)
         await super().startup(sockets=sockets)
 
@@ -339,6 +383,7 @@ def serve(
             server.failure = error
             server.should_exit = True
 
+    server.listen()
     loading = threading.Thread(target=load, daemon=True, name="llmpq loading")
     loading.start()
     if on_start is not None:

@@ -17,6 +17,10 @@ import urllib.request
 
 import pytest
 
+from llmpq.runtime.serve.server import listening, serve
+from llmpq.runtime.serve.service import Service
+from llmpq.runtime.serve.settings import ServeSettings
+
 pytestmark = pytest.mark.cpu
 ASK = {"prompt": "def", "max_tokens": 3, "ignore_eos": True}
 
@@ -77,6 +81,24 @@ def test_a_socket_of_the_file_system_answers(two_stages, running, tmp_path, capl
     with socket.socket(socket.AF_UNIX) as left:  # as by one that was killed
         left.bind(path)
     _require_free_socket(path)
+
+
+def test_an_address_is_taken_before_a_model_is_loaded_for_it():
+    """Two servers begun at once have both found a port free; the later one says so, and ends."""
+
+    def load():
+        raise AssertionError("loaded for an address that another server has")
+
+    (first,) = listening("127.0.0.1", 0)
+    with first:
+        port = first.getsockname()[1]
+        with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port} .*--port"):
+            serve(Service(ServeSettings(model_names=("a",))), load, host="127.0.0.1", port=port)
+    for taken in listening("localhost", port):
+        with taken:
+            assert taken.getsockname()[1] == port
+    with pytest.raises(ValueError, match="cannot listen on no.such.host.invalid:1"):
+        listening("no.such.host.invalid", 1)
 
 
 def test_tls_answers_and_asks_clients_for_certificates(two_stages, running, certificate):
