@@ -67,6 +67,28 @@ def tensor_parallel_size(plan: Plan, spec: ModelSpec, engine: str) -> int:
     return size
 
 
+MARLIN_INPUTS = 128
+"""Inputs that the servers' kernels of few bits take at once (verify_marlin_supports_shape)."""
+
+
+def cut_groups_line(plan: Plan, spec: ModelSpec, size: int, engine: str) -> str | None:
+    """Say which matrix of few bits GPUs that share a stage have odd parts of, None where none."""
+    packed = any(one.weight_bits < 16 and one.activation_bits == 16 for one in plan.precisions)
+    if size < 2 or not packed:
+        return None
+    for linear in spec.linears():
+        if linear.kind.rpartition(".")[2] not in ("o", "down"):
+            continue
+        own = linear.in_features / size
+        if own % MARLIN_INPUTS:
+            return (
+                f"{engine}'s kernels of few bits read inputs in {MARLIN_INPUTS}s, each of {size} "
+                f"GPUs has {own:g} of {linear.kind}'s: they may refuse it; plan with another "
+                "--tensor-parallel"
+            )
+    return None
+
+
 def old_line(plan: Plan, engine: str) -> str | None:
     """Say which devices the engine's present release has no code for."""
     old = [s for s in plan.places if (_capability(plan, s) or OLDEST_WHEEL) < OLDEST_WHEEL]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.export.gpu_stages import (
+    cut_groups_line,
     numbers_line,
     old_line,
     pipeline_comment,
@@ -75,4 +76,8 @@ def sglang(plan: Plan, spec: ModelSpec) -> Exported:
         emulated_line(plan),
         old_line(plan, "SGLang"),
     )
-    return Exported(text="\n".join(lines) + "\n", not_expressed=missing)
+    return Exported(
+        text="\n".join(lines) + "\n",
+        not_expressed=missing,
+        warnings=said(cut_groups_line(plan, spec, together, "SGLang")),
+    )

@@ -7,6 +7,7 @@ import math
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.export.gpu_stages import (
+    cut_groups_line,
     numbers_line,
     old_line,
     pipeline_comment,
@@ -77,7 +78,11 @@ def vllm(plan: Plan, spec: ModelSpec) -> Exported:
         emulated_line(plan),
         old_line(plan, "vLLM"),
     )
-    return Exported(text="\n".join(lines) + "\n", not_expressed=missing)
+    return Exported(
+        text="\n".join(lines) + "\n",
+        not_expressed=missing,
+        warnings=said(cut_groups_line(plan, spec, together, "vLLM")),
+    )
 
 
 def _memory_share(plan: Plan) -> float | None:

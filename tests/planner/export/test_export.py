@@ -329,6 +329,25 @@ def test_servers_have_no_uneven_shares(stages: list[tuple[int, ...]]) -> None:
             WRITERS[to](_shared(*stages), LLAMA)
 
 
+@pytest.mark.parametrize(
+    ("model", "shares", "odd"),
+    [
+        ("llama-2-7b", (1, 1), None),  # 11008 = 86 x 128
+        ("llama-2-7b", (1, 1, 1, 1), "each of 4 GPUs has 2752 of down's"),
+        ("llama-3.1-8b", (1,) * 8, None),  # 14336 = 8 x 14 x 128
+        ("qwen2.5-7b", (1, 1, 1, 1), None),  # 18944 = 4 x 37 x 128
+        ("qwen2.5-0.5b", (1, 1), "each of 2 GPUs has 448 of o's"),
+    ],
+)
+def test_parts_of_groups_are_warned_of(
+    model: str, shares: tuple[int, ...], odd: str | None
+) -> None:
+    plan, spec = _shared(shares, heads=model), ModelSpec.by_name(model)
+    for to in ("vllm", "sglang"):
+        said = " ".join(WRITERS[to](plan, spec).warnings)
+        assert odd in said if odd else not said
+
+
 def test_heads_that_do_not_divide_are_refused() -> None:
     spec = ModelSpec.by_name("llama-2-7b")  # 32 heads
     with pytest.raises(ValueError, match="cuts the 32 heads and 32 KV heads"):
