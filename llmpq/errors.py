@@ -97,7 +97,7 @@ class GuideError(ValueError):
 
 
 class RequestFailedError(RuntimeError):
-    """A request that ends whatever stage computes it; the others go on without it."""
+    """A request that no stage can go on with; the others go on without it."""
 
 
 def open_files_hint(text: str) -> str:

@@ -26,11 +26,19 @@ from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.token_rules import NO_RULES, LogitsConstraints
 
 Ints = NDArray[np.int64]
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 NO_INTS = np.zeros(0, dtype=np.int64)
 PENDING_TOKEN = -1
 """Stands for a token, or a position, that a step under way has yet to bring."""
+NOT_FINITE_TOKEN = -2
+"""Stands for a token that could not be chosen: NaN or infinity is the largest of its logits."""
+NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): its weights hold such values, or its "
+    "activations exceed what its dtype can hold; download the weights again, or run it in another "
+    "dtype (float32 holds most)"
+)
+"""Why a request fails whose token could not be chosen."""
 
 
 def too_long(
@@ -367,7 +375,7 @@ class Finished:
     """Tokens of its prompt that were found in the prefix cache."""
     num_preemptions: int = 0
     failure: str | None = None
-    """Why its guide could not be followed to its end; `finish_reason` is `error` then."""
+    """Why its answer could not go on; `finish_reason` is `error` then."""
 
 
 @dataclass(frozen=True, kw_only=True)

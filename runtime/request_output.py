@@ -99,9 +99,15 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Tokens of the prompt that were found in the prefix cache."""
     failure: str | None = None
-    """Why it was given up: it ends whatever stage computes it."""
+    """Why it was given up: its logits are not finite, or it ends whatever stage computes it."""
     engine: int | None = None
     """Which engine of a plan of several answered; None where there is one."""
+
+    def or_raise(self) -> RequestOutput:
+        """Return this; `ValueError` says why where it was given up."""
+        if self.failure is not None:
+            raise ValueError(self.failure)
+        return self
 
     @property
     def text(self) -> str:
@@ -110,5 +116,5 @@ class RequestOutput:
 
     @property
     def finish_reason(self) -> str:
-        """Why the first answer ended: `stop`, `length` or `abort`."""
+        """Why the first answer ended: `stop`, `length`, `abort` or `error`."""
         return self.outputs[0].finish_reason

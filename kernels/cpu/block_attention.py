@@ -36,11 +36,16 @@ class BlockRows:
         return seen_BN & (keys_N >= ends_B1 - window) if window else seen_BN
 
     def gathered(self, pool_NGD: Tensor) -> Tensor:
-        """Return the rows' tokens [B, G, longest, D], those behind a row's end meaningless."""
+        """Return the rows' tokens [B, G, longest, D], zeros behind a row's end.
+
+        What is there may be another request's, and not finite: a share of 0 would not end it.
+        """
         blocks = pool_NGD.view(-1, BLOCK_TOKENS, *pool_NGD.shape[1:])
         whole = blocks.index_select(0, self.tables_BM.flatten())
         by_row = whole.view(len(self.ends_B), -1, *pool_NGD.shape[1:])
-        return by_row[:, : int(self.ends_B.max())].transpose(1, 2)
+        seen_BN = self.seen()
+        by_row = by_row[:, : seen_BN.shape[1]].masked_fill_(~seen_BN[:, :, None, None], 0)
+        return by_row.transpose(1, 2)
 
 
 def attend_blocks(

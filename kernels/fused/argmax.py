@@ -54,6 +54,7 @@ def merge_kernel(
     slots,
     table,
     parts,
+    NOT_FINITE: tl.constexpr,
     PARTS: tl.constexpr,
     REMEMBER: tl.constexpr,
     PDL: tl.constexpr,
@@ -66,17 +67,29 @@ def merge_kernel(
         gdc_wait()
     there = part < parts
     tops = tl.load(best + row * parts + part, mask=there, other=-0x80000000)
-    _, at = tl.max(tops, 0, return_indices=True)
+    top, at = tl.max(tops, 0, return_indices=True)
     column = tl.load(place + row * parts + at).to(tl.int64)
-    tl.store(out + row, column)
+    if NOT_FINITE < 0:
+        finite = (top < 0x7F800000) & (top > -0x7F800001)  # between the infinities in this order
+        tl.store(out + row, tl.where(finite, column, NOT_FINITE))
+    else:
+        tl.store(out + row, column)
     if REMEMBER:
         tl.store(table + tl.load(slots + row), column)
 
 
-def argmax(x_BV: Tensor, *, slots_B: Tensor | None = None, table_S: Tensor | None = None) -> Tensor:
+def argmax(
+    x_BV: Tensor,
+    *,
+    slots_B: Tensor | None = None,
+    table_S: Tensor | None = None,
+    not_finite: int = 0,
+) -> Tensor:
     """Return the column [B] of each row's largest number, the first of equals.
 
-    With slots and a table of int64, a row's column also goes to its slot's place there.
+    With slots and a table of int64, a row's column also goes to its slot's place there. A negative
+    `not_finite` is returned (the table gets the column all the same) for a row whose largest number
+    is NaN or infinite.
     """
     rows, columns = x_BV.shape
     x_BV = x_BV.contiguous()
@@ -94,6 +107,7 @@ def argmax(x_BV: Tensor, *, slots_B: Tensor | None = None, table_S: Tensor | Non
         out if slots_B is None else slots_B,
         out if table_S is None else table_S,
         parts,
+        NOT_FINITE=not_finite,
         PARTS=triton.next_power_of_2(parts),
         REMEMBER=table_S is not None,
         PDL=pdl,

@@ -338,6 +338,9 @@ def _attention(
             for q, k, own in zip(q_BQHD, k_BGTD, seen, strict=True)
         ]
         return torch.stack(found)
+    seen_B1T1 = seen.any(1)[:, None, :, None]
+    if not bool(seen_B1T1.all()):  # others' keys and values may not be finite
+        k_BGTD, v_BGTD = k_BGTD.where(seen_B1T1, 0), v_BGTD.where(seen_B1T1, 0)
     mask = seen[:, None, None]
     if alibi_slopes_H is not None:
         slopes = alibi_slopes_H.to(q_BQHD.dtype).reshape(kv_heads, -1, 1, 1)

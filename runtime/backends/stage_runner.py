@@ -26,6 +26,7 @@ from llmpq.runtime.drafts.draft_model import DraftModel, build_draft
 from llmpq.runtime.drafts.mtp_drafts import MtpDrafts
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.ruled_sampling import ConstrainedSampler
+from llmpq.runtime.models.sampling import finite_choices
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.request import PagedRow, StepKind, StepMessage
 from llmpq.runtime.step import RaggedStep, message_of_rows
@@ -153,8 +154,8 @@ class StageRunner:
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | HostCopy:
         """Return hidden states [1, T, h], or on the last stage the new tokens of each row.
 
-        A token each [B, 1], -1 of rows that sample nothing; where drafts were verified, how many
-        tokens and those (see `result_width`).
+        A token each [B, 1], -1 of rows that sample nothing, `NOT_FINITE_TOKEN` where the logits are
+        not finite; where drafts were verified, how many tokens and those (see `result_width`).
         """
         self.kv.take_rows(message.rows_with_news, message.starts_with_news)
         num_tokens = message.num_tokens
@@ -227,7 +228,10 @@ class StageRunner:
             places = (first_B[alike][:, None] + np.arange(count)).ravel().tolist()
             logits = logits_NV[upload(places, torch.long, logits_NV.device)]
             if count == 1:
-                tokens = self.sampler.pick(logits, message.of_rows(alike))
+                some = message.of_rows(alike)
+                plain = some.sampling.greedy and not self.sampler.knows(some)
+                picked = self.sampler.pick(logits, some)
+                tokens = finite_choices(picked, logits, likeliest=plain)
                 found = [[token] for token in tokens.tolist()]
             else:
                 found = accept(

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from llmpq.errors import ExitCode
+from llmpq.errors import ExitCode, RequestFailedError
 from llmpq.runtime.cli.chat_flags import ChatOptions
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.llm import LLM
@@ -195,7 +195,7 @@ def _talk(
             _answer(chat, llm, runner, text, params, ctrl_c)
             if ctrl_c.was_pressed and not talks:
                 raise KeyboardInterrupt  # of a pipe's lines, all that are left
-        except ValueError as error:
+        except (ValueError, RequestFailedError) as error:
             failed = True
             chat.undo()
             hint = "; /reset begins a new conversation" if chat.is_talk else ""

@@ -18,7 +18,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmpq.runtime.models.sampling import draw, likeliest, probabilities, uniform
+from llmpq.runtime.models.sampling import (
+    draw,
+    finite_choices,
+    likeliest,
+    probabilities,
+    uniform,
+)
+from llmpq.runtime.request import NOT_FINITE_TOKEN
 from llmpq.runtime.sampling_params import SamplerConfig
 
 _ELEMENTS_AT_ONCE, _ELEMENTS_ON_GPU = 1 << 20, 1 << 25
@@ -82,10 +89,13 @@ def accept(
 ) -> list[list[int]]:
     """Return the new tokens of each row: its kept drafts and one token of the verifier's.
 
+    They end with `NOT_FINITE_TOKEN` at a position whose logits are not finite.
+
     `draft_probs` are the distributions the drafts were drawn from; None where they were not drawn
     (n-gram drafts), which counts as certainty. `steps` is the index of each row's first new token.
     """
-    choices: list[list[int]] = likeliest(logits_BQV).tolist()
+    likeliest_BQ = likeliest(logits_BQV)
+    choices: list[list[int]] = finite_choices(likeliest_BQ, logits_BQV, likeliest=True).tolist()
     results = [_accept_greedy(choices[row], list(drafts[row])) for row in range(len(params))]
     sampled = [row for row, sampling in enumerate(params) if not sampling.greedy]
     elements = _ELEMENTS_ON_GPU if logits_BQV.is_cuda else _ELEMENTS_AT_ONCE
@@ -100,7 +110,7 @@ def accept(
             [steps[row] for row in rows],
         )
         for row, tokens in zip(rows, chosen, strict=True):
-            results[row] = tokens
+            results[row] = _while_finite(tokens, choices[row])
     return results
 
 
@@ -109,6 +119,13 @@ def _accept_greedy(choices: Sequence[int], drafted: Sequence[int]) -> list[int]:
     while kept < len(drafted) and drafted[kept] == choices[kept]:
         kept += 1
     return list(choices[: kept + 1])
+
+
+def _while_finite(tokens: list[int], choices: Sequence[int]) -> list[int]:
+    """Return tokens up to the first position where none could be chosen."""
+    if NOT_FINITE_TOKEN not in choices:
+        return tokens
+    return [*tokens[: choices.index(NOT_FINITE_TOKEN)], NOT_FINITE_TOKEN][: len(tokens)]
 
 
 def _accept_sampled(

@@ -114,7 +114,7 @@ class MtpDrafts:
         behind = list(tokens[1:])
         if paged.samples:
             valid -= len(paged.drafts) + 1 - len(new)
-            behind = [*tokens[1:valid], new[-1]]
+            behind = [*tokens[1:valid], max(0, new[-1])]  # one that could not be chosen is none
         if start == 0 or paged.resumes:
             self._waiting[slot] = _Waiting(start, hidden_Qh[:0], [])
         took = self._waiting.get(slot)

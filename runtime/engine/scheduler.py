@@ -40,6 +40,7 @@ from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.request_table import RowConstants
 from llmpq.runtime.request import (
     NO_INTS,
+    NOT_FINITE_TOKEN,
     PENDING_TOKEN,
     FinishReason,
     Ints,
@@ -262,7 +263,7 @@ class Scheduler:
             self._take_drafts(self._rounds.pop(micro_batch.seq), micro_batch, tokens)
             return []
         self._decode_steps -= micro_batch.kind is not StepKind.PREFILL
-        finished: list[Request] = []
+        finished = self._without_token(micro_batch, tokens)
         if micro_batch.num_decoding:
             self._take_decoded(micro_batch, tokens, finished)
         if micro_batch.num_decoding < len(micro_batch.requests):
@@ -711,6 +712,23 @@ class Scheduler:
         self.tables.state_loaded(req)
         if req.offloaded:
             self.tables.drop_offloaded(req)
+
+    def _without_token(
+        self, micro_batch: MicroBatch, tokens: Ints | Sequence[Sequence[int]]
+    ) -> list[Request]:
+        """End the requests for which no token could be chosen, and return them."""
+        if isinstance(tokens, np.ndarray):
+            rows = np.flatnonzero(tokens[:, 0] == NOT_FINITE_TOKEN).tolist()
+        else:
+            rows = [row for row, came in enumerate(tokens) if NOT_FINITE_TOKEN in came]
+        failed: list[Request] = []
+        for row in rows:
+            request, news = micro_batch.requests[row], micro_batch.news.get(row)
+            there = self._counters.arrival[micro_batch.members_B[row]]
+            if there == micro_batch.arrivals_B[row] and (news is None or news.samples):
+                self._end(self._reqs[request.id], "error")
+                failed.append(request)
+        return failed
 
     def _take_decoded(
         self,

@@ -24,6 +24,7 @@ from llmpq.runtime.engine.pool_limits import max_ahead, max_in_flight
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.links.transport import Transport
 from llmpq.runtime.request import (
+    NOT_FINITE,
     PENDING_TOKEN,
     STOP,
     Abort,
@@ -299,6 +300,7 @@ class FirstStage:
                     id=request.id,
                     tokens=request.output,
                     finish_reason=request.finish_reason or "length",
+                    failure=NOT_FINITE if request.finish_reason == "error" else None,
                     first_token_s=self._first_token_s.pop(request.id, now_s) - submitted_s,
                     total_s=now_s - submitted_s,
                     queue_s=self._begun_s.pop(request.id, now_s) - submitted_s,

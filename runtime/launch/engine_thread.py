@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from llmpq.child import CallFailed
-from llmpq.errors import DeadlineError, LlmpqError, StageLostError
+from llmpq.errors import DeadlineError, LlmpqError, RequestFailedError, StageLostError
 from llmpq.runtime.launch.engine_starter import EngineStarter, Replanned
 from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.poison import PoisonHunt
@@ -320,6 +320,7 @@ class EngineThread:
                 own = noted.get(finished.id)
                 if finished.id not in update.tokens:
                     record.take([], own, now_s)
+                failure = finished.failure
                 if own is not None and own.failure is not None:
                     finished = replace(finished, finish_reason="error", failure=own.failure)
                 record.listener(
@@ -327,6 +328,7 @@ class EngineThread:
                         id=finished.id,
                         finished=record.ended(finished, now_s),
                         noted=record.given(ended=True),
+                        error=None if failure is None else RequestFailedError(failure),
                         heard_s=now_s,
                     )
                 )

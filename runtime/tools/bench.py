@@ -167,7 +167,7 @@ def run_jobs(
     reports: list[dict[str, Any]] = []
     for index in range(warm_up + repeat):
         prompts = prompts_of(llm, seed * 1000 + index)
-        outputs = [output for _, output in llm.as_completed(prompts)]
+        outputs = [output.or_raise() for _, output in llm.as_completed(prompts)]
         report = llm.job_report(outputs)
         if compare and llm.options.speculate is not None:
             undrafted = [prompt.without_drafts() for prompt in prompts]

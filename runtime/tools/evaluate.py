@@ -119,7 +119,7 @@ def scores_of(llm: LLM) -> Scores:
 
     def scores(tokens: Sequence[int]) -> tuple[list[float], list[int]]:
         (answer,) = llm.generate([list(tokens)], params)
-        scored = [row for row in answer.prompt_logprobs or () if row is not None]
+        scored = [row for row in answer.or_raise().prompt_logprobs or () if row is not None]
         own = [row[token].logprob for row, token in zip(scored, tokens[1:], strict=True)]
         return own, [list(row)[-1] for row in scored]
 

@@ -123,7 +123,8 @@ class LlmpqModel(TemplateLM):
             for index, answer in zip(some, self.llm.generate(prompts, params), strict=True):
                 row = rows[index]
                 judged = min(len(requests[index][2]), len(row) - 1)
-                logprobs = [more for more in answer.prompt_logprobs or () if more is not None]
+                scored = answer.or_raise().prompt_logprobs or ()
+                logprobs = [more for more in scored if more is not None]
                 tail = zip(
                     row[len(row) - judged :], logprobs[len(logprobs) - judged :], strict=True
                 )
@@ -161,7 +162,7 @@ class LlmpqModel(TemplateLM):
                 )
             context = self.tok_encode(request.args[0])[-(self.max_length - max_new) :]
             prompts.append(context or [self.prefix_token_id])
-        return [answer.outputs[0].text for answer in self.llm.generate(prompts, params)]
+        return [answer.or_raise().text for answer in self.llm.generate(prompts, params)]
 
 
 def _sampling(options: dict[str, Any]) -> SamplingParams:

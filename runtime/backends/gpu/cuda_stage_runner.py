@@ -35,7 +35,13 @@ from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.device_copies import HostCopy, to_host_async, upload
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import PENDING_TOKEN, PagedRow, StepKind, StepMessage
+from llmpq.runtime.request import (
+    NOT_FINITE_TOKEN,
+    PENDING_TOKEN,
+    PagedRow,
+    StepKind,
+    StepMessage,
+)
 from llmpq.runtime.step import message_of_rows
 from llmpq.runtime.trace import KindTotals
 from llmpq.sizes.kv_format import BLOCK_TOKENS
@@ -189,7 +195,8 @@ class CudaStageRunner(StageRunner):
     def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
         """Note tokens of slots, sampled elsewhere, for steps that name them by -1."""
         slots_B = upload(slots, torch.long, self._device)
-        self._decode.remember(slots_B, tokens_B1[:, 0].to(self._device))
+        # One that could not be chosen (NOT_FINITE_TOKEN) is none to be embedded.
+        self._decode.remember(slots_B, tokens_B1[:, 0].to(self._device).clamp(min=0))
 
     @torch.inference_mode()
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | HostCopy:
@@ -299,7 +306,7 @@ class CudaStageRunner(StageRunner):
         assert out.tokens_B is not None and out.logits_BV is not None
         num_rows = message.num_rows
         if message.sampling.greedy:
-            return out.tokens_B[:num_rows, None]
+            return out.tokens_B[:num_rows, None].clamp(min=0)
         return self._drafted(out.logits_BV[:num_rows].clone(), message)[:, None]
 
     def _verified(self, out: StepOutput, message: StepMessage) -> Tensor:
@@ -366,9 +373,10 @@ class CudaStageRunner(StageRunner):
         logits_RV = out.logits_BV[: len(rows)] if alike else out.logits_BV[rows_R]
         drawn_R = self.sampler.pick(logits_RV, message.of_rows(rows))
         self._decode.remember(slots_R, drawn_R)
-        if len(rows) == message.num_rows:
-            return drawn_R
-        return out.tokens_B[: message.num_rows].index_copy(0, rows_R, drawn_R)
+        likeliest_B = out.tokens_B[: message.num_rows]
+        whole = len(rows) == message.num_rows
+        drawn_B = drawn_R if whole else likeliest_B.index_copy(0, rows_R, drawn_R)
+        return torch.where(likeliest_B == NOT_FINITE_TOKEN, likeliest_B, drawn_B)
 
     def _score_places(self, hidden_BQh: Tensor | None, message: StepMessage) -> None:
         """Note scores of prompts' tokens, of one row after the other."""

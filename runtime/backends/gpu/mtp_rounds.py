@@ -30,7 +30,7 @@ from llmpq.runtime.drafts.acceptance import agreeing_prefix
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.request import StepMessage
+from llmpq.runtime.request import NOT_FINITE_TOKEN, StepMessage
 
 
 class MtpRoundGraphs(StepGraphs):
@@ -98,8 +98,10 @@ class MtpRoundGraphs(StepGraphs):
         gamma, head = self._gamma, self._head
         parts = self._parts(num_rows)
         *steps, drafted, drafts_R, back = self._rows[: sum(parts)].split(parts)
-        choices_T, back_RQ = argmax(self._model.head(hidden_BQh[0])), back.long().view(num_rows, -1)
+        logits_TV, back_RQ = self._model.head(hidden_BQh[0]), back.long().view(num_rows, -1)
+        choices_T = argmax(logits_TV, not_finite=NOT_FINITE_TOKEN)
         choices_RQ = choices_T[back_RQ]
+        choices_T = choices_T.clamp(min=0)  # the head takes tokens only
         kept_R = agreeing_prefix(drafted.view(num_rows, gamma), choices_RQ, drafts_R)
         shift_R = functional.pad(kept_R, (0, 1)).int()
         last_R = back_RQ.gather(1, kept_R[:, None])[:, 0]

@@ -26,7 +26,7 @@ from llmpq.runtime.backends.gpu.cuda_graphs import StepGraphs, StepOutput, round
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.request import StepMessage
+from llmpq.runtime.request import NOT_FINITE_TOKEN, StepMessage
 from llmpq.runtime.step import Span
 from llmpq.sizes.step_padding import CAPTURED_TOKENS, gpu_padded
 
@@ -229,6 +229,11 @@ class PagedGraphs(StepGraphs):
             return StepOutput(hidden_BQh=y)
         if logits_RV is None:
             logits_RV = self._model.logits(y, step)
-        tokens_R = argmax(logits_RV, slots_B=step.slots_B, table_S=self.last_token_S)
+        tokens_R = argmax(
+            logits_RV,
+            slots_B=step.slots_B,
+            table_S=self.last_token_S,
+            not_finite=NOT_FINITE_TOKEN,
+        )
         hidden = y if every_place or self._keeps_hidden else None
         return StepOutput(hidden_BQh=hidden, logits_BV=self._shared(logits_RV), tokens_B=tokens_R)

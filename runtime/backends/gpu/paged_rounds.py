@@ -25,7 +25,7 @@ from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
 from llmpq.runtime.drafts.acceptance import agreeing_prefix
 from llmpq.runtime.drafts.draft_model import DraftModel
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import StepMessage
+from llmpq.runtime.request import NOT_FINITE_TOKEN, StepMessage
 
 
 class PagedRoundGraphs(StepGraphs):
@@ -137,7 +137,8 @@ class PagedRoundGraphs(StepGraphs):
         )
         y = self._model(tokens_T[None], step, self._kv)
         assert self._model.head is not None, "rounds in one step are a whole model's"
-        choices_T, back = argmax(self._model.head(y[0])), back_T.long()
+        logits_TV, back = self._model.head(y[0]), back_T.long()
+        choices_T = argmax(logits_TV, not_finite=NOT_FINITE_TOKEN)
         shape = num_rows, self._gamma + 1
         choices_RQ, tokens_RQ = choices_T[back].view(shape), tokens_T[back].view(shape)
         kept_R = agreeing_prefix(tokens_RQ[:, 1:], choices_RQ, drafts_R)

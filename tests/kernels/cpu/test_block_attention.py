@@ -12,7 +12,10 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def pool_and_rows(ends, *, heads, groups, dim, dtype, seed=0):
-    """Return queries, a pool in which every row's blocks are scattered, and the rows."""
+    """Return queries, a pool in which every row's blocks are scattered, and the rows.
+
+    What no row has is not finite, as a request whose logits were not may have left it.
+    """
     random = torch.Generator().manual_seed(seed)
     blocks = [-(-end // BLOCK_TOKENS) for end in ends]
     order = torch.randperm(sum(blocks) + 3, generator=random).tolist()
@@ -22,6 +25,11 @@ def pool_and_rows(ends, *, heads, groups, dim, dtype, seed=0):
     shape = ((sum(blocks) + 3) * BLOCK_TOKENS, groups, dim)
     k, v = (torch.randn(shape, generator=random).to(dtype) for _ in range(2))
     q = torch.randn((len(ends), heads, dim), generator=random).to(dtype)
+    unused = torch.ones(len(k), dtype=torch.bool)
+    for row, end in enumerate(ends):
+        at = torch.arange(end)
+        unused[tables[row, at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS] = False
+    k[unused], v[unused] = float("nan"), float("inf")
     return q, k, v, BlockRows(tables, torch.tensor(ends))
 
 

@@ -157,6 +157,15 @@ def test_argmax_of_rows_with_nan_is_a_column_of_the_row(dtype):
     want = fused_twins.argmax_reference(x)
     assert want.tolist()[:6] == [0, 0, 4_100, 9_000, 9_000, 17]
     assert torch.equal(fused_argmax.argmax(x), want)
+    x = torch.cat((x, torch.full((3, 9_001), -float("inf"), dtype=dtype)))
+    x[8, 4_200] = float("inf")
+    x[9, 5] = torch.finfo(dtype).min
+    want = fused_twins.argmax_reference(x)
+    wrong = ~x.max(dim=-1).values.isfinite()
+    assert wrong.tolist() == [True] * 5 + [False] * 2 + [True] * 2 + [False]
+    table, slots = torch.full((10,), -1), torch.arange(10)
+    found = fused_argmax.argmax(x, slots_B=slots, table_S=table, not_finite=-2)
+    assert torch.equal(found, want.masked_fill(wrong, -2)) and torch.equal(table, want)
 
 
 def test_splits_fill_the_gpu_and_are_never_empty():

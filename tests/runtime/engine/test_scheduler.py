@@ -17,7 +17,14 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.engine import scheduler as scheduler_module
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Phases, Scheduler
-from llmpq.runtime.request import PENDING_TOKEN, MicroBatch, PagedRow, Request, StepKind
+from llmpq.runtime.request import (
+    NOT_FINITE_TOKEN,
+    PENDING_TOKEN,
+    MicroBatch,
+    PagedRow,
+    Request,
+    StepKind,
+)
 from llmpq.sizes.kv_format import (
     BLOCK_TOKENS,
     HOLDBACK_TOKENS,
@@ -88,6 +95,8 @@ class FakeStage:
     """Tokens of recorded requests that the scheduler gave out as they came."""
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     num_drafted: int = 0
+    failing: dict[int, int] = field(default_factory=dict)
+    """Request -> the place in its answer for which no token can be chosen."""
 
     def run(self, micro_batch: MicroBatch) -> list[list[int]]:
         """Return the new tokens of every row; a row that samples nothing gets one nobody wants."""
@@ -101,7 +110,8 @@ class FakeStage:
                 self.num_loaded += 1
         steps = list(zip(rows, micro_batch.starts_B.tolist(), micro_batch.tokens, strict=True))
         if micro_batch.kind is StepKind.ROUND:
-            return [self._round(row, start, tokens) for row, start, tokens in steps]
+            rounds = [self._round(row, start, tokens) for row, start, tokens in steps]
+            return self._failed(micro_batch, rounds)
         found = [self._row(row, start, tokens) for row, start, tokens in steps]
         if micro_batch.kind is StepKind.DRAFT:
             right = [self.rng.random() < 0.7 for _ in found]
@@ -109,6 +119,15 @@ class FakeStage:
             return [
                 n if r else [self.rng.randrange(VOCAB)] for n, r in zip(found, right, strict=True)
             ]
+        return self._failed(micro_batch, found)
+
+    def _failed(self, micro_batch: MicroBatch, found: list[list[int]]) -> list[list[int]]:
+        """Return the rows' new tokens up to where none can be chosen."""
+        steps = micro_batch.sample_steps_B.tolist()
+        for row, request in enumerate(micro_batch.requests):
+            place = self.failing.get(request.id, -1) - steps[row]
+            if 0 <= place < len(found[row]):
+                found[row] = [*found[row][:place], NOT_FINITE_TOKEN]
         return found
 
     def _round(self, row: PagedRow, start: int, tokens: Sequence[int]) -> list[int]:
@@ -355,6 +374,7 @@ def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]
     mode=st.sampled_from(["plain", "ahead", "drafts", "model", "fused"]),
     prefix_cache=st.booleans(),
     abort_chance=st.sampled_from([0.0, 0.02]),
+    fail_chance=st.sampled_from([0.0, 0.3]),
     window=st.sampled_from([0, 0, 1, 40, 130, 300]),
     host_blocks=st.sampled_from([0, 3, 100]),
 )
@@ -371,6 +391,7 @@ def test_random_schedules_equal_the_simple_one(
     mode,
     prefix_cache,
     abort_chance,
+    fail_chance,
     window,
     host_blocks,
 ):
@@ -404,6 +425,7 @@ def test_random_schedules_equal_the_simple_one(
             del request.output[-1]
     had = {request.id: len(request.output) for request in requests}
     stage = FakeStage(allowed.kv, window=allowed.window)
+    stage.failing = {r.id: rng.randrange(60) for r in requests if rng.random() < fail_chance}
     aborted = play(
         scheduler,
         requests,
@@ -417,8 +439,11 @@ def test_random_schedules_equal_the_simple_one(
     for request in requests:
         came = request.output[had[request.id] :] if request.recorded else []
         assert stage.published.get(request.id, []) == came
-        if request.id in aborted:
+        fails_at = stage.failing.get(request.id, -1)
+        fails = had[request.id] <= fails_at < len(expected[request.id])
+        if request.id in aborted or fails:
             assert request.output == expected[request.id][: len(request.output)]
+            assert request.id in aborted or request.finish_reason == "error"
         else:
             assert request.output == expected[request.id], request.id
     assert scheduler.num_running == scheduler.num_waiting == 0
