@@ -116,6 +116,15 @@ def in_our_terms(said: str) -> str:
             "oneOf asks that only one branch fits, and more than one of these may; write anyOf, or "
             "give each branch a required property with a 'const' of its own"
         )
+    if lost := re.search(r"Resource '(?:json-schema:///)?(.*?)' is not present", text):
+        return (
+            f"'$ref' leads to {lost[1]!r:.100}, and nothing is fetched; put that schema under "
+            "'$defs' of this one"
+        )
+    if lost := re.search(r"(?:Pointer|Anchor) '(.*?)' does not exist", text):
+        return f"'$ref' leads to '#{lost[1]}', which is not there"
+    if text.endswith(("anyOf is empty", "oneOf is empty")):
+        return "no text fits: an enum, anyOf or oneOf has nothing in it"
     if "min/maxProperties only supported" in text:
         return "minProperties and maxProperties need every property to be required"
     if text.startswith(("Parser Error: ", "lexer error: ")):

@@ -317,7 +317,7 @@ def _run(job: Job, options: RunOptions, llm: LLM | Engines, writer: OrderedWrite
             shown.end(output, prompts[index].most_tokens)
             if output.failure is not None:
                 job.errors[row.index] = output.failure
-                writer.write(row.index, error_line(row, output.failure))
+                writer.write(row.index, error_line(row, output.failure, code="server_error"))
                 continue
             outputs.append(output)
             plan = llm.plan_of(output)

@@ -37,6 +37,13 @@ class TextCompletion:
         if guide is not None:
             body.structured_outputs = guide
         # OpenAI's default of best_of is 1: clients send it along with any n.
+        if 1 < (body.best_of or 0) < body.n <= service.settings.max_n:
+            raise ApiError(
+                400,
+                f"'best_of' ({body.best_of}) must not be less than 'n' ({body.n}): these are "
+                "chosen from them",
+                param="best_of",
+            )
         self._n, self._best_of = body.n, max(body.n, body.best_of or 0) if body.n > 0 else body.n
         wanted = int(body.logprobs) if body.logprobs else body.logprobs
         self._logprobs = None if wanted is None or wanted is False else int(wanted)

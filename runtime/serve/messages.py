@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
@@ -16,6 +15,7 @@ from llmpq.runtime.serve.bodies import FIRST_ERROR, Body, ChatBody, ChoiceBody, 
 from llmpq.runtime.serve.chat import Chat
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.service import Service, usage
+from llmpq.runtime.text.strict_json import DECODER
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -370,6 +370,6 @@ def _usage(used: dict[str, Any]) -> dict[str, int]:
 
 def _data(arguments: str) -> Any:
     try:
-        return json.loads(arguments)
+        return DECODER.decode(arguments)
     except ValueError:
         return {"text": arguments}

@@ -217,9 +217,14 @@ def prompt_hash(row: BatchRow) -> str:
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def error_line(row: BatchRow, message: str) -> dict[str, Any]:
-    """Return the output line of a row that failed."""
-    error = {"code": "invalid_request", "message": message}
+def error_line(
+    row: BatchRow,
+    message: str,
+    *,
+    code: Literal["invalid_request", "server_error"] = "invalid_request",
+) -> dict[str, Any]:
+    """Return the output line of a row that failed; `code` says whose fault it is."""
+    error = {"code": code, "message": message}
     if row.form in ("text", "plain"):
         line: dict[str, Any] = {"index": row.index}
         if row.row_id is not None:

@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmpq.runtime.text.strict_json import DECODER
+
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: `role` and `content` of each message; the content is a text, or parts of it."""
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -125,7 +127,7 @@ def _arguments(name: str, given: object) -> Mapping[str, Any]:
     arguments = given
     if isinstance(given, str):
         try:
-            arguments = json.loads(given) if given.strip() else None
+            arguments = DECODER.decode(given) if given.strip() else None
         except (ValueError, RecursionError):
             arguments = given
     if arguments is None:

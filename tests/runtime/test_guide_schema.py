@@ -115,6 +115,14 @@ def test_a_schema_of_thousands_of_levels_is_refused(wrap):
             "lexer error: too many expressions constructed\n<non-verbose/>",
             r"too many ways open at once \(too many expressions constructed\)$",
         ),
+        (
+            "Resource 'json-schema:///other.json' is not present in a registry and retrieving it "
+            "failed: Default retriever does not fetch resources",
+            "^'\\$ref' leads to 'other.json', and nothing is fetched; put that schema under",
+        ),
+        ("Pointer '/$defs/x' does not exist", "leads to '#/\\$defs/x', which is not there"),
+        ("Anchor 'x' does not exist", "leads to '#x', which is not there"),
+        ("Unsatisfiable schema: anyOf is empty", "^no text fits: an enum"),
     ],
 )
 def test_the_librarys_sentences_are_told_in_a_schemas_terms(said, told):

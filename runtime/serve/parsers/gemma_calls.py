@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from llmpq.runtime.serve.parsers.tool_form import Call, Schemas, ToolForm
+from llmpq.runtime.text.strict_json import DECODER
 
 _NAME = re.compile(r"\s*call:\s*([\w.-]+)\s*(?=\{)")
 _KEY = re.compile(r"\s*([\w.$-]+)\s*:")
@@ -53,7 +54,7 @@ class Gemma(ToolForm):
         if found is None:
             raise ValueError("a value is missing")
         word = found[0].strip()
-        return _WORDS[word] if word in _WORDS else json.loads(word), found.end()
+        return _WORDS[word] if word in _WORDS else DECODER.decode(word), found.end()
 
     def _mapping(self, text: str, at: int) -> tuple[dict[str, Any], int]:
         values: dict[str, Any] = {}

@@ -6,6 +6,7 @@ import json
 import re
 
 from llmpq.runtime.serve.parsers.tool_form import Call, Schemas, ToolForm, calls_in_json
+from llmpq.runtime.text.strict_json import DECODER
 
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
@@ -39,7 +40,7 @@ class Mistral(ToolForm):
             if found is None:
                 return []
             try:
-                arguments, place = json.JSONDecoder().raw_decode(text, found.end())
+                arguments, place = DECODER.raw_decode(text, found.end())
             except (ValueError, RecursionError):
                 return []
             calls.append(Call(found[1], json.dumps(arguments)))

@@ -57,7 +57,7 @@ def calls_in_python(text: str) -> list[Call]:
                 if any(keyword.arg is None for keyword in node.keywords):
                     return []
                 given = {str(word.arg): _literal(word.value) for word in node.keywords}
-                calls.append(Call(ast.unparse(node.func), json.dumps(given)))
+                calls.append(Call(ast.unparse(node.func), json.dumps(given, allow_nan=False)))
         return calls
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return []

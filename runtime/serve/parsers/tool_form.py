@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmpq.runtime.text.strict_json import DECODER
+
 Schemas = Mapping[str, Mapping[str, Any]]
 """By tool: the JSON schemas of its arguments, by argument."""
 
@@ -108,13 +110,13 @@ def calls_in_json(text: str) -> list[Call]:
     Several objects may follow each other, with blanks, commas or semicolons between them.
     """
     found: list[Call] = []
-    place, decoder = 0, json.JSONDecoder()
+    place = 0
     try:
         while blank := re.compile(r"[\s,;]*").match(text, place):
             place = blank.end()
             if place == len(text):
                 return found
-            data, place = decoder.raw_decode(text, place)
+            data, place = DECODER.raw_decode(text, place)
             for one in data if isinstance(data, list) else [data]:
                 call = _call_of(one)
                 if call is None:
@@ -137,7 +139,7 @@ def _call_of(data: object) -> Call | None:
 def json_of(text: str) -> Any:
     """Return what a text says as JSON, or the text itself."""
     try:
-        return json.loads(text)
+        return DECODER.decode(text)
     except (ValueError, RecursionError):
         return text
 

@@ -325,6 +325,7 @@ def test_a_streams_usage_comes_once_at_its_end_where_it_is_asked_for(server, doo
         ({"n": 3, "best_of": 129}, "best_of"),
         ({"n": 129, "best_of": 129}, "n"),
         ({"n": 129, "best_of": 2}, "n"),
+        ({"n": 3, "best_of": 2}, "best_of"),
         ({"prompt": ["a"] * 64, "n": 9}, "n"),
         ({"prompt": ["a"] * 64, "best_of": 9}, "best_of"),
         ({"prompt": ["a"] * 64, "n": 9, "best_of": 1}, "n"),

@@ -147,7 +147,8 @@ def test_a_row_of_a_file_fails_and_the_others_are_written(damaged, tmp_path, cap
     words = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
     assert main(["run", "--model", str(damaged), *words, "--max-tokens", "3"]) == 8
     good, bad = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
-    assert good["text"] and good["error"] is None and SAID in bad["error"]
+    assert good["text"] and good["error"] is None and SAID in bad["error"]["message"]
+    assert bad["error"]["code"] == "server_error"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_a_row_of_a_file_fails_and_the_others_are_written(damaged, tmp_path, cap
 )
 def test_other_commands_say_so(damaged, words, tmp_path, capsys, monkeypatch):
     (tmp_path / "text").write_text(f"a\n{BAD_TEXT}\n" * 40)
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"a {BAD_TEXT}\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{BAD_TEXT}\n"))
     words = [str(tmp_path / "text") if word == "TEXT" else word for word in words]
     code = main([*words, "--model", str(damaged)])
     said = capsys.readouterr().err.splitlines()[-1]

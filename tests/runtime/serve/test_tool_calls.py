@@ -418,6 +418,7 @@ def test_tools_that_are_no_functions_are_named(hermes, path, kind):
         ({"tool_calls": [{"function": {"name": "clock", "arguments": "zone=UTC"}}]}, 400),
         ({"tool_calls": [{"function": {"name": "clock", "arguments": "[" * 9999}}]}, 400),
         ({"tool_calls": [{"function": {"name": "clock", "arguments": "{'a': 1}"}}]}, 400),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": '{"a": NaN}'}}]}, 400),
     ],
 )
 def test_calls_of_a_history_are_read_or_refused(hermes, message, status):

@@ -244,6 +244,13 @@ def test_scripts_read_the_same_whole_and_cut_anywhere(name, script, thought, tex
         assert read(form, script[:cut], script[cut:])[:3] == (thought, text, calls)
 
 
+@pytest.mark.parametrize("word", ["NaN", "-Infinity"])
+@pytest.mark.parametrize(("name", "script"), [row[:2] for row in SCRIPTS if "2" in row[1]])
+def test_arguments_are_json_whatever_stands_for_a_number(name, script, word):
+    _, _, calls, _ = read(form_of(name), script.replace("2", word))
+    assert json.dumps(calls, allow_nan=False)
+
+
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "gemma", HARMONY])
 def test_without_tools_nothing_is_a_call(name):
     for _, script, thought, text, calls in (row for row in SCRIPTS if row[0] == name):
