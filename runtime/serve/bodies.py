@@ -185,21 +185,26 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    """Beside `type`, as llama.cpp and others have it."""
 
     def guide(self) -> dict[str, Any] | None:
         """Return it as `structured_outputs`, None where any text will do."""
         if self.type == "text":
             return None
-        if self.type == "json_object":
+        wanted = None if self.json_schema is None else self.json_schema.schema_
+        if wanted is None:
+            wanted = self.schema_
+        if wanted is None and self.type == "json_object":
             return {"json": {"type": "object"}}
-        if self.json_schema is None or self.json_schema.schema_ is None:
+        if wanted is None:
             raise ApiError(
                 400,
                 "'response_format' of type json_schema needs 'json_schema.schema'",
                 param="response_format",
             )
-        _guide("response_format", {"json": self.json_schema.schema_})
-        return {"json": self.json_schema.schema_}
+        _guide("response_format", {"json": wanted})
+        return {"json": wanted}
 
 
 class SamplingBody(ChoiceBody):

@@ -40,8 +40,8 @@ class TextCompletion:
         if 1 < (body.best_of or 0) < body.n <= service.settings.max_n:
             raise ApiError(
                 400,
-                f"'best_of' ({body.best_of}) must not be less than 'n' ({body.n}): these are "
-                "chosen from them",
+                f"best_of={body.best_of} is less than n={body.n}, the answers that are chosen from "
+                "them; leave best_of out",
                 param="best_of",
             )
         self._n, self._best_of = body.n, max(body.n, body.best_of or 0) if body.n > 0 else body.n

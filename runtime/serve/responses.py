@@ -113,11 +113,22 @@ class ResponsesBody(ChoiceBody):
 
     def _format(self) -> Data | None:
         wanted = (self.text or {}).get("format")
-        if not isinstance(wanted, dict) or wanted.get("type") in (None, "text"):
+        if wanted is None:
             return None
-        if wanted["type"] != "json_schema":
-            return {"type": wanted["type"]}
-        schema = {key: wanted[key] for key in _SCHEMA_KEYS if key in wanted}
+        kind = wanted.get("type") if isinstance(wanted, dict) else None
+        if kind not in ("text", "json_object", "json_schema"):
+            raise ApiError(
+                400,
+                "'text.format' must be an object whose 'type' is text, json_object or json_schema, "
+                f"got {wanted!r:.100}",
+                param="text",
+            )
+        if kind != "json_schema":
+            return {key: wanted[key] for key in ("type", "schema") if key in wanted}
+        own = wanted.get("json_schema", wanted)  # a chat's form has it one level deeper
+        schema = {key: own[key] for key in _SCHEMA_KEYS if key in own}
+        if schema.get("schema") is None:
+            raise ApiError(400, "'text.format' of type json_schema needs 'schema'", param="text")
         return {"type": "json_schema", "json_schema": schema}
 
     def _tools(self) -> list[Data] | None:

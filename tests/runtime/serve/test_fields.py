@@ -547,3 +547,25 @@ def test_more_texts_than_are_looked_for_are_refused_at_once(server, field):
     assert status == 400 and "1024 texts beside token ids" in str(told), told
     assert time.monotonic() - began_s < 60  # it took minutes
     assert post(server, COMPLETIONS, asked(COMPLETIONS, **{field: many[:1024]}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": {"enum": ["one", "two"]}},
+        {"type": "json_schema", "schema": {"enum": ["one", "two"]}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["one", "two"]}}},
+    ],
+)
+@pytest.mark.parametrize("door", [CHATS, COMPLETIONS, RESPONSES])
+def test_a_format_with_a_schema_is_held_to_it(server, door, form):
+    field = {"text": {"format": form}} if door == RESPONSES else {"response_format": form}
+    status, told = post(server, door, asked(door, **field))
+    assert status == 200 and re.search(r'\\"(one|two)\\"', json.dumps(told))
+
+
+@pytest.mark.parametrize("form", ["json", {"type": "xml"}, {"type": "json_schema"}, {"schema": {}}])
+def test_a_format_that_is_none_is_refused_by_its_name(server, form):
+    status, told = post(server, RESPONSES, asked(RESPONSES, text={"format": form}))
+    assert status == 400 and told["error"]["param"] == "text"
+    assert told["error"]["message"].startswith("'text.format' ")
