@@ -717,12 +717,12 @@ class Scheduler:
         self, micro_batch: MicroBatch, tokens: Ints | Sequence[Sequence[int]]
     ) -> list[Request]:
         """End the requests for which no token could be chosen, and return them."""
-        if isinstance(tokens, np.ndarray):
-            rows = np.flatnonzero(tokens[:, 0] == NOT_FINITE_TOKEN).tolist()
-        else:
-            rows = [row for row, came in enumerate(tokens) if NOT_FINITE_TOKEN in came]
         failed: list[Request] = []
-        for row in rows:
+        if isinstance(tokens, np.ndarray) and NOT_FINITE_TOKEN not in tokens:
+            return failed
+        for row, came in enumerate(tokens):
+            if NOT_FINITE_TOKEN not in came:
+                continue
             request, news = micro_batch.requests[row], micro_batch.news.get(row)
             there = self._counters.arrival[micro_batch.members_B[row]]
             if there == micro_batch.arrivals_B[row] and (news is None or news.samples):
