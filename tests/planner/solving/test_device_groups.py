@@ -96,6 +96,15 @@ def test_groups_are_of_devices_that_can_share(changes: dict[str, Any], can: bool
     assert may_group(p) == can
 
 
+def test_a_device_has_more_than_outliers() -> None:
+    """Of 112 runs of 128 MLP channels the smallest share has one, all of them outliers."""
+    request = PlanRequest(model="llama-3.1-8b", devices="3090:2", bits="w4a4", batch=4)
+    with pytest.raises(ValueError, match="RTX-3090-1 would have only outliers of w4a4 layers"):
+        make_problem(replace(request, tensor_parallel="111:1"))
+    p, _, _ = make_problem(replace(request, tensor_parallel="111:1", outliers=64))
+    assert p.quantization.outliers == 64
+
+
 def test_no_group_is_over_two_nodes() -> None:
     p, _, _ = make_problem(PlanRequest(model="qwen3-8b", devices="3090:2", batch=1))
     nodes = [{"name": f"n{i}", "devices": [{"kind": "RTX-3090", "count": 2}]} for i in (0, 1)]
