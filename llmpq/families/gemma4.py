@@ -103,8 +103,9 @@ def _listed_heads(
     head_dim = size(config, "head_dim")
     plain = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
     found: dict[str, set[tuple[int, int]]] = {FULL: set(), SLIDING: set()}
-    for layer, kind in enumerate(kinds):
-        own = listed.get(str(layer)) or {}
+    by_layer = {int(layer): own for layer, own in listed.items() if str(layer).isdecimal()}
+    for layer, kind in enumerate(kinds):  # "05" as Transformers saves it
+        own = by_layer.get(layer) or {}
         other = sorted(set(own) - set(plain))
         if other:
             raise ValueError(

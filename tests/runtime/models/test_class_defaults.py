@@ -12,7 +12,7 @@ import pytest
 
 from llmpq.families import BY_MODEL_TYPE, WRAPPERS
 from llmpq.families.common.class_defaults import SAME_CLASS, TABLE, config_class
-from llmpq.model_spec import ModelSpec
+from llmpq.model_spec import ModelSpec, builtin_configs
 
 pytestmark = pytest.mark.cpu
 SCRIPT = Path(__file__).parents[3] / "docs" / "make_class_defaults.py"
@@ -85,3 +85,20 @@ def test_keys_of_training_tokens_and_kernels_change_nothing(kind: str) -> None:
         beside = {**said, "text_config": {**said["text_config"], **OF_TRAINING}}
     spec = ModelSpec.from_config(said, name="said")
     assert ModelSpec.from_config(beside, name="said") == spec
+
+
+LARGEST = {str(c["model_type"]): name for name, c in builtin_configs().items()}
+"""`model_type` -> a built-in model of many layers, the last one of its family."""
+
+
+@pytest.mark.parametrize("name", LARGEST.values())
+def test_what_transformers_makes_of_a_config_is_the_same_model(name: str) -> None:
+    """As `save_pretrained` writes it, with all that the class says: of Gemma 4 layer by layer."""
+    from transformers import CONFIG_MAPPING
+
+    said = {k: v for k, v in builtin_configs()[name].items() if k != "sliding_window_pattern"}
+    kind = SAME_CLASS.get(said["model_type"], said["model_type"])
+    made = CONFIG_MAPPING[kind].from_dict({**said, "model_type": kind})
+    again = json.loads(made.to_json_string(use_diff=False))
+    found = ModelSpec.from_config(again, name=name).fingerprint()
+    assert found == ModelSpec.by_name(name).fingerprint()
