@@ -206,7 +206,7 @@ def require_method(model: str | Path, method: str) -> None:
     if described is None:
         raise ValueError(
             f"'{model}' is not quantised, quantization='{method}' asks for a model that is: leave "
-            "it out; fewer bits are a plan's"
+            "it out; fewer bits are a plan's (llmpq-algo --bits 4, make_plan(bits='4'))"
         )
     said = {str(described.get("quant_method"))}
     if "packing_format" in described:
