@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from llmpq.cluster import Cluster, Device, DeviceGroup
 from llmpq.devices.device_spec import known_kind
+from llmpq.devices.joined_devices import joined
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan
 from llmpq.planner import limits
@@ -295,6 +296,8 @@ class _Ways:
         """The fewest bits allowed."""
         self.packs_kv = runs_packed_kv(p)
         job = p.with_job(kv=self.kv)
+        self.whole = p.cluster.ungrouped()
+        self.shares = next((device.shares for device in p.cluster.devices if device.joined), ())
         # Links of many devices are a table of all pairs, which few changes of theirs would share.
         self.job = job if len(p.cluster.devices) > MANY_DEVICES else job.prepared()
 
@@ -404,19 +407,28 @@ class _Ways:
 
     def _reserve(self) -> str:
         """Return that the memory which is left free by default would do."""
-        groups = [group for node in self.p.cluster.nodes for group in node.groups()]
+        groups = [group for node in self.whole.nodes for group in node.groups()]
         if all(group.reserve is not None for group in groups):
             return ""
-        whole = with_reserve(self.p.cluster, 0)
-        more = whole.fingerprint() != self.p.cluster.fingerprint()
-        return "--reserve 0" if more and _planned(self.job, cluster=whole) else ""
+        free = with_reserve(self.whole, 0)
+        more = free.fingerprint() != self.whole.fingerprint()
+        return "--reserve 0" if more and self._planned_on(free) else ""
+
+    def _planned_on(self, cluster: Cluster) -> tuple[Problem, Assignment] | None:
+        """Return the job on other devices, which share stages as those of the job do, and a plan
+        of it that fits; None where none does."""
+        if self.shares:
+            with suppress(ValueError):  # too few on a node
+                return _planned(self.job, cluster=joined(cluster, self.shares, self.p.spec))
+            return None
+        return _planned(self.job, cluster=cluster)
 
     def _cpu(self) -> str:
         """Return the memory of a CPU beside the devices, or instead of that of the one there is:
         last of all ways, and with its speed, which may be of hours."""
         for size in CPU_SIZES:
-            cluster = _with_cpu(self.p.cluster, size * GB)
-            found = None if cluster is None else _planned(self.job, cluster=cluster)
+            cluster = _with_cpu(self.whole, size * GB)
+            found = None if cluster is None else self._planned_on(cluster)
             if found is None:
                 continue
             times = job_time(*found)
@@ -429,24 +441,23 @@ class _Ways:
 
     def _larger(self) -> str:
         """Return a machine with more memory, of those that are sold with several sizes."""
-        for device in self.p.cluster.devices:
+        for device in self.whole.devices:
             for sold in device.spec.sold_with:
                 size = parse_size(sold)
                 if device.spec.installed(size) <= device.memory_bytes:
                     continue
-                cluster = _with_memory(self.p.cluster, device, size)
-                if _planned(self.job, cluster=cluster):
+                if self._planned_on(_with_memory(self.whole, device, size)):
                     return f"{device.kind}={sold.replace(' ', '')} instead"
         return ""
 
     def _cards(self) -> str:
         """Return the fewest cards more, of a kind there is and that a machine may have more of."""
-        own = [d for d in self.p.cluster.devices if not d.spec.is_cpu and not d.spec.host_share]
+        own = [d for d in self.whole.devices if not d.spec.is_cpu and not d.spec.host_share]
         gpus = {device.kind: device.memory_bytes for device in own}
-        room = limits.MAX_DEVICES - len(self.p.cluster.devices)
-        for count in range(1, min(MOST_CARDS, room) + 1):
+        room, step = limits.MAX_DEVICES - len(self.whole.devices), len(self.shares) or 1
+        for count in range(step, min(max(MOST_CARDS, step), room) + 1, step):
             for kind in sorted(gpus, key=lambda kind: gpus[kind]):
-                if _planned(self.job, cluster=_with_cards(self.p.cluster, kind, count)):
+                if self._planned_on(_with_cards(self.whole, kind, count)):
                     return f"{count} more {kind}" if count > 1 else f"one more {kind}"
         return ""
 

@@ -154,8 +154,8 @@ def _with_members(p: Problem, plan: Plan, devices: Sequence[Device]) -> Plan:
 
 def _member_memory(p: Problem, plan: Plan, worker: Worker, device: Device) -> MemoryForm:
     own = device.joined[worker.member]
-    context = 0 if device.spec.is_cpu else device.spec.context
-    shape = planned_shape(plan, worker.stage, device.spec, on_gpu=not device.spec.is_cpu)
+    context = 0 if own.spec.is_cpu else own.spec.context
+    shape = planned_shape(plan, worker.stage, own.spec, on_gpu=not own.spec.is_cpu)
     needed = member_memory(plan, worker, p.spec, shape, context_bytes=context)
     limit = own.limit_bytes
     if needed.total_bytes > limit:

@@ -86,6 +86,28 @@ def test_a_machine_whose_gpu_has_the_hosts_memory_gets_no_card_and_no_more_of_it
         assert main([words[0], instead, *words[2:]]) == 0
 
 
+def test_cards_that_share_stages_get_as_many_more_as_share_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Changes are planned with shared stages, too; a group of cards is no card."""
+    words = ["--devices", "3060:2", "--tensor-parallel", "2", "--model", "llama-3.3-70b"]
+    words += ["--bits", "4", "--batch", "1", *JOB.split()]
+    line = refusal(capsys, words)
+    assert ", or " in line and "what fits: 2 more RTX-3060, or cpu=" in line
+    assert main(typed(words, "2 more RTX-3060")) == 0
+
+
+def test_a_card_that_shares_a_stage_has_its_own_driver_s_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A 3060 beside a 5090, whose driver takes 0.1 GiB more, was refused its share for that."""
+    words = "--devices 5090,3060 --tensor-parallel 3:1 --model llama-3.3-70b --bits 4 --batch 1"
+    assert main([*words.split(), "--json", *JOB.split()]) == 0
+    (stage,) = json.loads(capsys.readouterr().out)["stages"]
+    taken = [member["memory"]["context_bytes"] for member in stage["devices"]]
+    assert taken[0] > taken[1] == 1 << 29
+
+
 def test_a_refusal_takes_no_search(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--devices 4090,3060 --model llama-3.3-70b --bits 4 --batch 1 --time-limit 60"
     start = time.process_time()
