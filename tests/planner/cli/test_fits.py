@@ -158,6 +158,30 @@ def test_windows_count_as_windows(fits: Any) -> None:
     assert report["kv_bytes_per_token"] == 10 * 8192, "layers that see all, and no other"
 
 
+@pytest.mark.parametrize(
+    ("job", "layers", "each", "windows"),
+    [
+        ("gemma-2-9b --devices 4090 --context 8k", 21, 2 * 8 * 256 * 2, (21, 4096)),
+        ("gpt-oss-120b --devices h100 --context 128k", 18, 2 * 8 * 64 * 2, (18, 128)),
+        ("deepseek-v3 --devices h200:8 --context 32k", 61, (512 + 64) * 2, None),
+        ("exaone-4.0-32b --devices a6000 --context 64k", 16, 2 * 8 * 128 * 2, (48, 4096)),
+        ("llama-4-scout-17b-16e --devices h100:2", 12, 2 * 8 * 128 * 2, (36, 8192)),
+        ("gemma-3n-e2b --devices 3090 --context 16k", 4, 2 * 2 * 256 * 2, (16, 512)),
+        ("minimax-text-01 --devices h200:4", 10, 2 * 8 * 128 * 2, None),
+        ("kimi-linear-48b-a3b --devices a100", 7, (512 + 64) * 2, None),
+    ],
+)
+def test_a_token_takes_what_its_layers_keep(
+    fits: Any, job: str, layers: int, each: int, windows: tuple[int, int] | None
+) -> None:
+    """By hand, of published configs: layers that see all grow, windows and states do not."""
+    _, report, _ = fits(f"--model {job} --bits 4 --kv 16")
+    assert report["kv_bytes_per_token"] == layers * each
+    own, length = windows or (0, 0)
+    kept, step = report["window_bytes_per_request"], 512 + 2 * 128  # a step's tokens, two blocks
+    assert own * each * length <= kept <= own * each * (length + step)
+
+
 def test_a_hybrid_has_16_layers_of_keys_and_a_state_that_does_not_grow(
     fits: Any, tmp_path: Path
 ) -> None:
