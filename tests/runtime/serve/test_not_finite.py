@@ -155,7 +155,6 @@ def test_a_row_of_a_file_fails_and_the_others_are_written(damaged, tmp_path, cap
     "words",
     [
         ["eval", "--text", "TEXT", "--window", "32"],
-        ["bench", "--batch", "1", "--prompt", "300", "--gen", "2", "--repeat", "1"],
         ["chat", "--max-tokens", "3"],
     ],
     ids=lambda words: words[0],
