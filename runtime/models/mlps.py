@@ -62,6 +62,10 @@ class Xielu(nn.Module):
 class MLP(nn.Module):
     """down(act(up(x))) with an activation of `ACTIVATIONS`, or with xIELU."""
 
+    gate = None
+    """It has none; `GatedMLP` has one."""
+    token_gate_1h = None
+
     def __init__(
         self, up: Linear, down: Linear, activation: str, xielu: Xielu | None = None
     ) -> None:
@@ -72,6 +76,15 @@ class MLP(nn.Module):
         self.xielu = xielu
         if xielu is None:
             require_activation(activation, ACTIVATIONS, "an MLP")
+
+    @property
+    def wide(self) -> Linear:
+        """What the activation is applied to the product with."""
+        return self.up
+
+    def with_linears(self, wide: Linear, down: Linear) -> MLP:
+        """Return the same MLP of other linears."""
+        return MLP(wide, down, self.activation, self.xielu)
 
     def activated(self, wide: Tensor) -> Tensor:
         """Return what `down` takes of what `up` gave, which may be overwritten."""
@@ -141,6 +154,10 @@ GATED = ("silu", "gelu_tanh", "clamped_silu")
 class GatedMLP(nn.Module):
     """down(act(gate(x), up(x))) with gate and up fused into one matrix [2 F, h]."""
 
+    xielu = None
+    token_gate_1h: Tensor | None = None
+    """Of an MLP that all tokens share: what makes the number whose sigmoid it is multiplied by."""
+
     def __init__(self, gate_up: Linear, down: Linear, gate: GateFunction | str = "silu") -> None:
         super().__init__()
         self.gate_up, self.down = gate_up, down
@@ -151,9 +168,22 @@ class GatedMLP(nn.Module):
         """Name of the gate's activation."""
         return self.gate.activation
 
+    @property
+    def wide(self) -> Linear:
+        """What the activation is applied to the product with: gate and up."""
+        return self.gate_up
+
+    def with_linears(self, wide: Linear, down: Linear) -> GatedMLP:
+        """Return the same MLP of other linears."""
+        return GatedMLP(wide, down, self.gate)
+
+    def activated(self, wide: Tensor) -> Tensor:
+        """Return what `down` takes of what gate and up gave."""
+        return self.gate.of_both(wide)
+
     def forward(self, x_BQh: Tensor) -> Tensor:
         """Return [B, Q, h]."""
-        return self.down(self.gate.of_both(self.gate_up(x_BQh)))
+        return self.down(self.activated(self.gate_up(x_BQh)))
 
 
 class GatedSharedMLP(GatedMLP):
@@ -163,7 +193,11 @@ class GatedSharedMLP(GatedMLP):
         self, gate_up: Linear, down: Linear, gate: GateFunction, token_gate_1h: Tensor
     ) -> None:
         super().__init__(gate_up, down, gate)
-        self.token_gate_1h = token_gate_1h
+        self.token_gate_1h: Tensor = token_gate_1h
+
+    def with_linears(self, wide: Linear, down: Linear) -> GatedSharedMLP:
+        """Return the same MLP of other linears."""
+        return GatedSharedMLP(wide, down, self.gate, self.token_gate_1h)
 
     def forward(self, x_Th: Tensor) -> Tensor:
         """Return [T, h]."""

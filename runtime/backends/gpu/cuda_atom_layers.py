@@ -62,12 +62,10 @@ def decoder_layer(
     y = _ordered(attended.reshape(x_MK.shape[0], -1), part.o, x_MK)
     del attended
     mlp = layer.mlp
-    if isinstance(mlp, GatedMLP):
-        wide = _normed(layer.mlp_norm, y, mlp.gate_up)
-        return _activated(wide, "silu", mlp.down, y).view(x_BQh.shape)
-    assert isinstance(mlp, MLP)
-    wide = _normed(layer.mlp_norm, y, mlp.up)
-    return _activated(wide, mlp.activation, mlp.down, y).view(x_BQh.shape)
+    assert isinstance(mlp, (MLP, GatedMLP))
+    wide = _normed(layer.mlp_norm, y, mlp.wide)
+    activation = mlp.activation if mlp.gate is None else "silu"  # llmpq/capabilities.py
+    return _activated(wide, activation, mlp.down, y).view(x_BQh.shape)
 
 
 def _normed(norm: Norm, x_MK: Tensor, part: Linear) -> Tensor:
@@ -122,10 +120,9 @@ def _kernels() -> ModuleType:
 
 def _linears(layer: DecoderLayer) -> tuple[object, ...]:
     mlp = layer.mlp
-    wide = mlp.gate_up if isinstance(mlp, GatedMLP) else getattr(mlp, "up", None)
     part = layer.attention
     qkv = part.qkv if isinstance(part, Attention) else None
-    return qkv, getattr(part, "o", None), wide, getattr(mlp, "down", None)
+    return qkv, getattr(part, "o", None), getattr(mlp, "wide", None), getattr(mlp, "down", None)
 
 
 def _weight(part: Linear) -> AtomTiles:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.linear import Linear
-from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunction
+from llmpq.runtime.models.mlps import MLP, GatedMLP, GateFunction
 from llmpq.runtime.models.norms import Norm
 
 MOST_BESIDE = 32
@@ -50,7 +51,7 @@ def sparse_mlp(
     """Return the mixture of `count` experts, stacked where their weights allow it."""
     several = iter(experts)
     first = next(several)
-    last = shared if isinstance(shared, GatedMLP) and _alike(shared, first) else None
+    last = shared if shared is not None and _alike(shared, first) else None
     up, down = (ExpertStack(count + (last is not None)) for _ in range(2))
     made: list[nn.Module] = []
     own: list[Linear] = []
@@ -59,11 +60,8 @@ def sparse_mlp(
         alike = not made or type(expert) is type(made[0])
         fits = stacked and alike and _fit(up, down, expert)
         if fits:
-            wide, back = _put(up, index, _first(expert)), _put(down, index, expert.down)
-            if isinstance(expert, GatedMLP):
-                expert = GatedMLP(wide, back, expert.gate)
-            else:
-                expert = MLP(wide, back, expert.activation)
+            wide, back = _put(up, index, expert.wide), _put(down, index, expert.down)
+            expert = expert.with_linears(wide, back)
             own += (wide, back)
         elif stacked and own:  # rooms for all experts would stay beside what does not fit them
             device = own[0].weight.device
@@ -75,25 +73,18 @@ def sparse_mlp(
     if not stacked:
         return SparseMLP(routing, made, shared)
     if last is not None:
-        last = _with_parts(last, _put(up, count, last.gate_up), _put(down, count, last.down))
+        last = last.with_linears(_put(up, count, last.wide), _put(down, count, last.down))
     return GroupedMLP(routing, made, shared if last is None else last, up, down, last=last)
 
 
-def _alike(shared: GatedMLP, expert: nn.Module) -> bool:
+def _alike(shared: MLP | GatedMLP, expert: MLP | GatedMLP) -> bool:
     """Whether an MLP that all tokens share can be an expert more of a stack."""
-    if not isinstance(expert, GatedMLP) or shared.gate != expert.gate or not shared.gate.is_plain:
+    if shared.gate is None or shared.gate != expert.gate or not shared.gate.is_plain:
         return False
-    parts = ((shared.gate_up, expert.gate_up), (shared.down, expert.down))
+    parts = ((shared.wide, expert.wide), (shared.down, expert.down))
     keys = [(part.weight.expert_key, other.weight.expert_key) for part, other in parts]
     biased = any((part.bias is None) != (other.bias is None) for part, other in parts)
     return not biased and all(key is not None and key == other for key, other in keys)
-
-
-def _with_parts(shared: GatedMLP, gate_up: Linear, down: Linear) -> GatedMLP:
-    """Return a shared MLP with other linears."""
-    if isinstance(shared, GatedSharedMLP):
-        return GatedSharedMLP(gate_up, down, shared.gate, shared.token_gate_1h)
-    return GatedMLP(gate_up, down, shared.gate)
 
 
 def _move(parts: Sequence[Linear], device: torch.device | str) -> None:
@@ -109,18 +100,13 @@ def _put(stack: ExpertStack, index: int, part: Linear) -> Linear:
     return Linear(*stack.put(index, part.weight, part.bias))
 
 
-def _first(expert: MLP | GatedMLP) -> Linear:
-    """Return the matrix that makes an expert's hidden features."""
-    return expert.gate_up if isinstance(expert, GatedMLP) else expert.up
-
-
 def _fit(up: ExpertStack, down: ExpertStack, expert: MLP | GatedMLP) -> bool:
-    if isinstance(expert, MLP) and expert.xielu is not None:  # each has numbers of its own
+    if expert.xielu is not None:  # each has numbers of its own
         return False
     weight = expert.down.weight
     if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) < OLDEST:
         return False
-    parts = ((up, _first(expert)), (down, expert.down))
+    parts = ((up, expert.wide), (down, expert.down))
     return all(stack.takes(part.weight, part.bias) for stack, part in parts)
 
 
@@ -224,28 +210,27 @@ class GroupedMLP(SparseMLP):
         up: ExpertStack,
         down: ExpertStack,
         *,
-        last: GatedMLP | None = None,
+        last: MLP | GatedMLP | None = None,
     ) -> None:
         """`last`: the shared MLP, where it is the stacks' last expert."""
         super().__init__(routing, experts, shared)
         self._up, self._down = up, down
-        self._last = None if last is None else (last.gate_up.weight, last.down.weight)
+        self._last = None if last is None else (last.wide.weight, last.down.weight)
 
     @property
     def asks_host(self) -> bool:
         """Whether a step waits for the device: where the experts are not those of the stacks."""
-        first = self.experts[0]
-        assert isinstance(first, (MLP, GatedMLP))
-        parts = ((_first(first), self._up), (first.down, self._down))
+        first: Any = self.experts[0]
+        parts = ((first.wide, self._up), (first.down, self._down))
         return any(part.weight is not s.first or part._forward_pre_hooks for part, s in parts)
 
     @property
     def _beside(self) -> bool:
         """Whether the shared MLP is the stacks' last expert, and not watched."""
-        shared = self.shared
-        if self._last is None or not isinstance(shared, GatedMLP):
+        shared: Any = self.shared
+        if self._last is None or shared is None:
             return False
-        parts = zip((shared.gate_up, shared.down), self._last, strict=True)
+        parts = zip((shared.wide, shared.down), self._last, strict=True)
         return all(part.weight is own and not part._forward_pre_hooks for part, own in parts)
 
     def _hidden(self, x_Th: Tensor, dispatch: ExpertDispatch) -> Tensor:
@@ -253,13 +238,11 @@ class GroupedMLP(SparseMLP):
 
         Without a gate act(up).
         """
-        first = self.experts[0]
-        if isinstance(first, MLP):
-            return first.activated(self._up.product(x_Th, dispatch))
-        gate = first.gate
-        assert isinstance(gate, GateFunction)
-        if not gate.is_plain:
-            return gate.of_both(self._up.product(x_Th, dispatch))
+        first: Any = self.experts[0]
+        gate: GateFunction | None = first.gate
+        if gate is None or not gate.is_plain:
+            activated: Tensor = first.activated(self._up.product(x_Th, dispatch))
+            return activated
         if self._up.gates(x_Th, dispatch):
             made = GateRule(gate.activation, gate.limit, gate.slope)
             return self._up.product(x_Th, dispatch, gate=made)
@@ -296,20 +279,23 @@ class GroupedMLP(SparseMLP):
 
     def _shared(self, x_Th: Tensor) -> Shared | None:
         """Return what all tokens get, its gate to be multiplied by in the sum."""
-        shared = self.shared
+        shared: Any = self.shared
         if shared is None:
             return None
-        if not isinstance(shared, GatedMLP) or not shared.gate.is_plain:
+        gate = shared.gate
+        if gate is None or not gate.is_plain:
             return Shared(made_Th=shared(x_Th))
-        wide, gate = shared.gate_up(x_Th), shared.gate
+        wide = shared.wide(x_Th)
         hidden = gated_mlp.gate_mul(wide, gate.activation, limit=gate.limit, slope=gate.slope)
         return self._share(shared.down(hidden), x_Th)
 
     def _share(self, made_Th: Tensor, x_Th: Tensor) -> Shared:
         """Return what the shared MLP made of x, with its gate, if it has one."""
-        if not isinstance(self.shared, GatedSharedMLP):
+        shared: Any = self.shared
+        gate_1h = None if shared is None else shared.token_gate_1h
+        if gate_1h is None:
             return Shared(made_Th=made_Th)
-        return Shared(made_Th=made_Th, given_Th=x_Th, gate_1h=self.shared.token_gate_1h)
+        return Shared(made_Th=made_Th, given_Th=x_Th, gate_1h=gate_1h)
 
     def _experts_sum(
         self, rows: Sending, residual_Th: Tensor | None, *, shared: Shared | None = None

@@ -300,11 +300,11 @@ def _mlp_output(mlp: MLP | GatedMLP | SparseMLP, wide: Tensor) -> Tensor:
 
 def _hidden(mlp: MLP | GatedMLP, wide: Tensor) -> Tensor:
     """Return what `down` takes."""
-    if not isinstance(mlp, GatedMLP):
+    if isinstance(mlp, MLP):
         return _activated(mlp, wide)
-    gate, made = mlp.gate, product(mlp.gate_up, wide)
+    gate, made = mlp.gate, product(mlp.wide, wide)
     if not gate.is_plain:
-        return gate.of_both(made)
+        return mlp.activated(made)
     return gated_mlp.gate_mul(made, gate.activation, limit=gate.limit, slope=gate.slope)
 
 
