@@ -343,14 +343,11 @@ def _copied(
     linears: Sequence[LinearShape],
 ) -> Sequence[LinearShape]:
     """Return those linears of a layer that w4kv4 copies: all at its bits, or those of 8 and 16."""
-    width, grid = plan.workload.dtype_bytes, plan.settings().of_layer(layer)
     if precision in DRAFT_PRECISION["w4kv4"]:
         return linears
-    whole = {
-        s.kind
-        for s in (spec.of_layer(layer).linears() if grid.stored else ())
-        if grid.linear_bytes(s, precision, width) >= s.num_weights
-    }
+    stored = [one for one in plan.settings().of_layer(layer).stored if one.precision is precision]
+    weights = {s.kind: s.num_weights for s in (spec.of_layer(layer).linears() if stored else ())}
+    whole = {kind for one in stored for kind, size in one.linears if size >= weights[kind]}
     return [s for s in linears if s.kind in whole]
 
 

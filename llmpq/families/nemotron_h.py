@@ -31,6 +31,7 @@ MIXERS: dict[str, Mixer] = {
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
+    config.get("tie_word_embeddings")  # its class has an output matrix whatever this says
     expect(config, "mlp_hidden_act", "relu2", default="relu2")
     expect(config, "mamba_hidden_act", "silu", default="silu")
     expect(config, "attention_bias", False, default=False)
@@ -62,7 +63,7 @@ def fields(config: Config) -> dict[str, Any]:
         "qkv_bias": False,
         "linear_bias": mlp_bias,
         "o_bias": False if mlp_bias else None,
-        "tied_embeddings": flag(config, "tie_word_embeddings", default=False),
+        "tied_embeddings": False,
         "mixers": tuple(MIXERS[kind] for kind in kinds),
         "without_mlp": tuple(i for i, kind in enumerate(kinds) if MIXERS[kind] != "none"),
         "recurrent": _mamba2(config),

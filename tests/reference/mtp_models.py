@@ -95,8 +95,11 @@ def make_mtp_model(folder: Path, family: str, name: str, options: dict[str, Any]
     known = {key: value for key, value in options.items() if key != "model_type"}
     config = getattr(transformers, f"{name}Config")(**{**known, **more})
     with torch.inference_mode(False), torch.no_grad():
-        auto = transformers.AutoModelForCausalLM
-        whole = auto.from_config(config, attn_implementation="eager").eval()
+        auto, eager = transformers.AutoModelForCausalLM, {"attn_implementation": "eager"}
+        if type(config) in auto._model_mapping:
+            whole = auto.from_config(config, **eager).eval()
+        else:  # mistral4: in no auto class's table
+            whole = getattr(transformers, f"{name}ForCausalLM")._from_config(config, **eager).eval()
         named = [*whole.named_parameters()]
         named += [(n, b) for n, b in whole.named_buffers() if n.endswith("correction_bias")]
         for _, tensor in named:

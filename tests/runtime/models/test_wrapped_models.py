@@ -89,7 +89,8 @@ def test_nemotron_omni_is_read_as_it_is_published(models: Any, tmp_path: Path) -
     inside = {f"language_model.{name}": tensor for name, tensor in stored.items()}
     save_file(inside | {name: torch.ones(2) for name in towers}, tmp_path / "model.safetensors")
     config = json.loads((plain / "config.json").read_text())
-    whole = {"model_type": "nemotron_h_omni", "llm_config": config}
+    tied = {**config, "tie_word_embeddings": True}  # which its class does not heed
+    whole = {"model_type": "nemotron_h_omni", "llm_config": tied}
     beside = {"vision_config": {"depth": 1}, "sound_config": {"hidden_size": 8}}
     (tmp_path / "config.json").write_text(json.dumps(whole | beside))
     spec = ModelSpec.from_directory(tmp_path)

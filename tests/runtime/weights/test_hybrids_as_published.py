@@ -31,11 +31,21 @@ from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.kernels.weights.weight import Weight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.problem.checkpoint_codes import checkpoint_codes, rounded_shares
+from llmpq.plan import QuantizationForm, StoredForm
+from llmpq.planner.problem.checkpoint_codes import (
+    checkpoint_codes,
+    rounded_shares,
+    with_checkpoint_codes,
+)
 from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme
+from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
+from llmpq.sizes.pool_size import planned_pool
+from llmpq.speculation import draft_bytes
+from llmpq.workload import Workload
 from reference.interchange import to_awq, to_compressed_tensors, to_gptq
 from reference.pipeline import ReferencePipeline, pad
 
@@ -434,6 +444,29 @@ def test_hybrids_as_published_are_their_numbers(
         assert rounded == [0.0] * spec.num_layers
     planned, loaded = planned_and_loaded(form)
     assert planned == loaded
+
+
+@pytest.mark.parametrize("name", ["Granite 4 AWQ, what Mamba-2 reads left", "Qwen3-Next FP8 a row"])
+def test_drafts_copy_what_stays_whole_as_plans_count(
+    dense_of: Any, tmp_path: Path, name: str
+) -> None:
+    kind, style, stored_as = PUBLISHED[name]
+    form, _ = written(dense_of(kind), tmp_path, style, stored_as)
+    spec = ModelSpec.from_directory(form)
+    precision = Precision.W4A16 if "INT4" in stored_as else Precision.W8A16
+    codes = checkpoint_codes(form, spec)
+    grid = with_checkpoint_codes(Quantization(), codes, spec, (precision,), 4)
+    plan = manual_plan(
+        spec,
+        Workload(batch=2, prompt_len=32, gen_len=16, dtype="float32"),
+        precision=precision,
+        quantization=QuantizationForm(stored=tuple(StoredForm.of(one) for one in grid.stored)),
+    )
+    pool = planned_pool(spec, plan.workload, plan.prefill_chunk, prefill_microbatch=1)
+    source, layers = open_checkpoint(form, spec), range(spec.num_layers)
+    compute, _ = build_stage(plan, 0, spec, source, torch.device("cpu"), pool)
+    taken = compute.enable_speculation("w4kv4", pool, layers=layers, head=None)
+    assert taken == draft_bytes(plan, spec, 0, "w4kv4")
 
 
 def _shares(form: Path, spec: ModelSpec, precisions: list[Precision]) -> list[float]:
