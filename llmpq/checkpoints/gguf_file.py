@@ -66,6 +66,8 @@ TEXT, ARRAY = 8, 9
 MAX_KEY_BYTES, MAX_DIMENSIONS = 1 << 16, 4
 MAX_VALUES, MAX_TEXT_BYTES = 1 << 21, 1 << 24
 """Of a list (tokens, merges), and of a text: more is damage, and would fill the memory."""
+PROJECTOR = "clip"
+"""`general.architecture` of projectors of images, which older ones say without `general.type`."""
 PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
 
 
@@ -120,13 +122,30 @@ def _file_at(path: Path) -> Path | None:
             return path
         if not path.is_dir() or (path / "config.json").exists():
             return None
-        files = sorted(path.glob("*.gguf"))
+        files = models_in(path)
     except (OSError, ValueError):  # too long for a path, or with a zero byte
         return None
     parts = [PART.fullmatch(file.name) for file in files]
     models = {match and (match["stem"], match["count"]) for match in parts}
     one = len(files) == 1 or (len(models) == 1 and None not in models)
     return files[0] if one else None
+
+
+def models_in(folder: Path) -> list[Path]:
+    """Return a folder's GGUF files without what lies beside a model: projectors, adapters."""
+    files = sorted(folder.glob("*.gguf"))
+    models = [file for file in files if _says_model(file)] if len(files) > 1 else files
+    return models or files
+
+
+def _says_model(path: Path) -> bool:
+    """Whether a file's first keys, which are `general.`, say that it is a model, or nothing."""
+    try:
+        said = _Reader(path).general()
+    except (OSError, ValueError):
+        return True  # reading it says what is wrong
+    kind = said.get("general.type", "model")
+    return kind == "model" and said.get("general.architecture") != PROJECTOR
 
 
 def is_model(path: str | Path) -> bool:
@@ -220,6 +239,17 @@ class _Reader:
                 )
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._at = len(MAGIC)
+
+    def general(self) -> dict[str, Any]:
+        """Return the first keys, up to one that is not `general.`."""
+        self._at = len(MAGIC) + 12  # behind the version and the number of tensors
+        found: dict[str, Any] = {}
+        for _ in range(self._number("Q")):
+            key = self._text("a key", MAX_KEY_BYTES)
+            if not key.startswith("general."):
+                break
+            found[key] = self._value(self._number("I"), key)
+        return found
 
     def header(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         """Return metadata and tensors."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from llmpq.checkpoints.adapters import adapter_instead
 from llmpq.checkpoints.gguf_config import config_of_gguf
-from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
+from llmpq.checkpoints.gguf_file import is_gguf, models_in, open_gguf
 from llmpq.checkpoints.tensor_names import tensor_names
 from llmpq.errors import short_repr, shortened
 from llmpq.families import BY_MODEL_TYPE, WRAPPERS
@@ -411,7 +411,7 @@ def _nothing_to_read(path: Path) -> str:
     """Say what is missing where a model should be."""
     if path.suffix == ".gguf":
         return f"no such file: '{path}'; expected a GGUF file, or a model directory"
-    found = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    found = models_in(path) if path.is_dir() else []
     if found:
         return f"no config.json in '{path}', but GGUF files: give one itself, '{found[0]}'"
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,36 @@ def test_missing_files_and_folders_of_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="no config.json .* give one itself, .*model.gguf"):
+        ModelSpec.from_directory(tmp_path)
+
+
+def file_of(**said: str) -> bytes:
+    """A GGUF file of keys alone."""
+    content = b"GGUF" + struct.pack("<IQQ", 3, 0, len(said))
+    for key, value in said.items():
+        name = f"general.{key}".encode()
+        content += struct.pack("<Q", len(name)) + name + struct.pack("<IQ", 8, len(value))
+        content += value.encode()
+    return content
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"architecture": "clip"},
+        {"architecture": "clip", "type": "mmproj"},
+        {"type": "imatrix"},
+        {"architecture": "llama", "type": "adapter"},
+    ],
+)
+def test_what_lies_beside_a_model_is_no_other_model(tmp_path: Path, beside: dict[str, str]) -> None:
+    """As LM Studio's folders have it: a projector beside the model."""
+    (tmp_path / "model-Q4_0.gguf").write_bytes(file_of(architecture="llama", type="model"))
+    (tmp_path / "a.gguf").write_bytes(file_of(**beside))
+    with pytest.raises(ValueError, match="model-Q4_0.gguf' has no tensor"):
+        ModelSpec.from_directory(tmp_path)
+    (tmp_path / "model-Q8_0.gguf").write_bytes(file_of(architecture="llama"))
+    with pytest.raises(ValueError, match="give one itself, '.*model-Q4_0.gguf'"):
         ModelSpec.from_directory(tmp_path)
 
 
