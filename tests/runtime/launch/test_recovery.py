@@ -237,3 +237,38 @@ def test_a_stage_lost_without_a_request_is_lost_while_idle(demo_model, make_plan
         for _ in pipeline.updates():
             pass
     assert "during" not in str(lost.value)
+
+
+POISON = """
+import os, signal
+from llmpq.runtime.backends.stage_runner import StageRunner
+run = StageRunner.run
+
+def killed(self, message, hidden):
+    if 777 in message.tokens_T[: message.num_tokens]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run(self, message, hidden)
+
+StageRunner.run = killed
+"""
+"""What every Python begins with: a stage that computes this token ends."""
+
+
+def test_a_prompt_that_ends_real_stages_is_failed_and_those_beside_it_are_answered(
+    tmp_path, monkeypatch, demo_model, make_plan
+):
+    plan = make_plan(demo_model, (2, 5), batch=4, prompt_len=32, gen_len=24)
+    params = SamplingParams(temperature=0, max_tokens=24, logit_bias={777: -100}, ignore_eos=True)
+    prompts = [[3, 4, 5], [7, 777, 8], [9, 10], [11, 12]]
+    with LLM(demo_model, plan=plan, backend="threads", use_tqdm=False) as llm:
+        whole = [output.text for output in llm.generate(prompts, params)]
+    (tmp_path / "sitecustomize.py").write_text(POISON)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    with LLM(demo_model, plan=plan, backend="processes", use_tqdm=False) as llm:
+        prepared = [llm.prepare(prompt, params) for prompt in prompts]
+        answers = dict(llm.as_completed(prepared))
+        again = llm.generate(prompts[0], params)[0].text
+    assert "ends every stage that gets it" in answers[1].failure
+    assert [answers[i].text for i in (0, 2, 3)] == [whole[i] for i in (0, 2, 3)]
+    assert [answers[i].failure for i in (0, 2, 3)] == [None] * 3 and again == whole[0]
