@@ -269,7 +269,8 @@ class OrderedWriter:
         except ValueError as failed:
             if error is None:
                 raise
-            _log.warning("%s", failed)  # what ended the run matters more
+            if str(failed) != str(error):
+                _log.warning("%s", failed)  # what ended the run matters more
 
     def _end(self) -> None:
         """Put all lines in order."""

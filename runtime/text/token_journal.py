@@ -22,6 +22,9 @@ from llmpq.runtime.text.batch_rows import MADE_WITH, PROMPT_HASH, BatchRow, prom
 
 EVERY_S = 2.0
 """How often what has come is written: so much of an answer is computed again at most."""
+LEAST_BYTES, TOKEN_BYTES = 1 << 20, 8
+"""A file of more bytes, and of twice what answers under way have, is written anew without those
+that have ended. Of a token with its comma and space."""
 _log = logging.getLogger("llmpq.output")
 
 Answers = Iterable[tuple[int, int, Sequence[int]]]
@@ -44,6 +47,7 @@ class TokenJournal:
         self._begun = begun
         self._written = {index: len(tokens) for index, tokens in begun.items()}
         self._engine = dict.fromkeys(begun, 0)
+        self._num_bytes = 0
         self._said: dict[int, Mapping[str, Any]] = {}
         """What the file says that a row is made with."""
         self._next_s = time.monotonic() + EVERY_S
@@ -53,33 +57,34 @@ class TokenJournal:
         """Replace what is in the file by the tokens that answers go on from."""
         if not self._works:
             return
-        lines = [self._line(index, 0, 0, tokens) for index, tokens in self._begun.items()]
         with self._trying():
-            if lines:
-                replace_text(self._path, "".join(lines))
-            else:
-                self.end()
+            self._replace([(index, 0, tokens) for index, tokens in self._begun.items()])
 
     def take(self, answers: Callable[[], Answers]) -> None:
         """Write what has come since the last time, every few seconds."""
         if not self._works or time.monotonic() < self._next_s:
             return
-        lines = []
-        for index, engine, tokens in answers():
-            at = self._written.get(index, 0)
-            if self._engine.get(index, engine) != engine:
-                at = 0  # another one may have begun it anew
-            self._engine[index] = engine
-            if len(tokens) > at:
-                lines.append(self._line(index, engine, at, tokens[at:]))
+        # What no engine has yet goes on from where it was.
+        known = [(i, engine, own or self._begun.get(i, ())) for i, engine, own in answers()]
         with self._trying():
-            if lines:
-                self._append("".join(lines))
+            live_bytes = TOKEN_BYTES * sum(len(tokens) for _, _, tokens in known)
+            if self._num_bytes > max(LEAST_BYTES, 2 * live_bytes):
+                self._replace(known)
+            else:
+                self._append("".join(self._news(known)))
         self._next_s = time.monotonic() + EVERY_S
 
     def end(self) -> None:
         """Remove the file."""
         self._path.unlink(missing_ok=True)
+
+    def _news(self, known: Answers) -> Iterator[str]:
+        for index, engine, tokens in known:
+            at = self._written.get(index, 0)
+            if self._engine.get(index, engine) != engine:
+                at = 0  # another one may have begun it anew
+            if len(tokens) > at:
+                yield self._line(index, engine, at, tokens[at:])
 
     def _line(self, index: int, engine: int, at: int, tokens: Sequence[int]) -> str:
         row, made = self._rows[index], self._made_with(self._rows[index], engine)
@@ -87,14 +92,25 @@ class TokenJournal:
         if self._said.get(index) != made:
             self._said[index] = made
             line |= {PROMPT_HASH: prompt_hash(row), MADE_WITH: made}
-        self._written[index] = at + len(tokens)
+        self._written[index], self._engine[index] = at + len(tokens), engine
         return json.dumps(line) + "\n"
 
+    def _replace(self, known: Answers) -> None:
+        self._said.clear()
+        lines = [self._line(*one, 0, tokens) for *one, tokens in known if tokens]
+        if lines:
+            replace_text(self._path, "".join(lines))
+        else:
+            self.end()
+        self._num_bytes = sum(map(len, lines))
+
     def _append(self, text: str) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # a host may lose its power
+        if text:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())  # a host may lose its power
+        self._num_bytes += len(text)
 
     @contextmanager
     def _trying(self) -> Iterator[None]:

@@ -64,6 +64,21 @@ def test_a_torn_line_costs_what_it_had_and_the_next_run_begins_a_whole_file(batc
     assert left(output, rows) == {0: [5, 6, 9]}
 
 
+def test_answers_that_have_ended_do_not_fill_the_disk(batch, monkeypatch):
+    output, rows = batch
+    monkeypatch.setattr(token_journal, "LEAST_BYTES", 500)
+    journal = TokenJournal(output, rows, made, {3: [4, 4]})
+    journal.begin()
+    journal.take(lambda: [(0, 0, list(range(200))), (1, 0, [5]), (3, 0, [])])
+    for count in (2, 3):
+        journal.take(lambda count=count: [(1, 0, [5, 6, 7][:count]), (3, 0, [])])
+        assert beside(output, "begun").stat().st_size < 700
+    assert left(output, rows) == {1: [5, 6, 7], 3: [4, 4]}
+    journal.take(lambda: [(1, 0, [5, 6, 7, 8]), (2, 1, [9]), (3, 0, [])])
+    found = left(output, rows, weights=("w0", "w1"))
+    assert found == {1: [5, 6, 7, 8], 2: [9], 3: [4, 4]}
+
+
 def test_what_another_engine_begins_anew_takes_the_place_of_what_was_there(batch):
     output, rows = batch
     journal = TokenJournal(output, rows, made, {})
