@@ -97,7 +97,7 @@ class TokenJournal:
 
     def _replace(self, known: Answers) -> None:
         self._said.clear()
-        lines = [self._line(*one, 0, tokens) for *one, tokens in known if tokens]
+        lines = [self._line(index, engine, 0, tokens) for index, engine, tokens in known if tokens]
         if lines:
             replace_text(self._path, "".join(lines))
         else:
