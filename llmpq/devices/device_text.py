@@ -134,7 +134,7 @@ def _group(item: str, where: str) -> tuple[dict[str, Any], list[str]]:
     facts = _facts(described, item, where) if "=" in item else _Facts()
     kind = known_kind(name)
     if kind is None and ":" in name:
-        got = shortened(name.split(":", 1)[1])
+        got = shortened(item.partition("=")[0].split(":", 1)[1])
         raise ValueError(
             f"{where} {item}: expected NAME:COUNT, such as 3090:2, got '{got}' for a count"
         )

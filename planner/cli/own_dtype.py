@@ -48,7 +48,7 @@ def in_own_dtype(
         found = answer(alone, options, path)
     except DoesNotFitError:
         return None
-    cards, with_them = f"{_cards(lacking)} are", LEFT_OUT
+    cards, with_them = _cards(lacking), LEFT_OUT
     if best is None:
         return found, f"{cards} {with_them}, and the model would not fit"
     if not used:
@@ -73,7 +73,7 @@ def closer_refusal(
         answer(alone, solve_options(request, alone), path)
     except DoesNotFitError as closer:
         cards = _cards(without_bfloat16(problem.cluster))
-        return DoesNotFitError(f"{closer}; {cards} are {LEFT_OUT}")
+        return DoesNotFitError(f"{closer}; {cards} {LEFT_OUT}")
     return refused
 
 
@@ -81,7 +81,9 @@ LEFT_OUT = "left out: with them all stages would compute in float32"
 
 
 def _cards(kinds: Sequence[str]) -> str:
-    return f"{', '.join(kinds)}, which have no bfloat16,"
+    """Return the subject and the verb of what becomes of them."""
+    has, is_ = ("has", "is") if len(kinds) == 1 else ("have", "are")
+    return f"{', '.join(kinds)}, which {has} no bfloat16, {is_}"
 
 
 def over_own_dtype(
@@ -122,7 +124,7 @@ def instead_of_float32(
     if problem.workload.dtype == "float32":
         alone = over_own_dtype(request, problem, usual_context=usual_context)
         if alone is not None and (not too_big_in_any_chunks(alone) or _reaches(alone, problem)):
-            said = f"{_cards(without_bfloat16(problem.cluster))} are {LEFT_OUT}"
+            said = f"{_cards(without_bfloat16(problem.cluster))} {LEFT_OUT}"
             return alone, [said if "no bfloat16" in note else note for note in notes]
     return problem, list(notes)
 

@@ -491,10 +491,15 @@ def open_head(
 
 def parse_bits(text: str) -> tuple[Precision, ...]:
     """Read `3,4,8,16` or `w8a8,w4a16`."""
-    if not text.strip(" ,"):
-        raise ValueError("--bits is empty; expected bits such as 4 or 3,4,8, or leave it out")
-    found = dict.fromkeys(Precision.parse(part) for part in text.replace(" ", "").split(","))
-    return tuple(found)
+    return tuple(dict.fromkeys(map(Precision.parse, _listed(text, "--bits", "4 or 3,4,8"))))
+
+
+def _listed(text: str, flag: str, example: str) -> list[str]:
+    """Return what stands between commas, of which there may be one too many."""
+    parts = [part for part in text.replace(" ", "").split(",") if part]
+    if not parts:
+        raise ValueError(f"{flag} is empty; expected bits such as {example}, or leave it out")
+    return parts
 
 
 def parse_shares(text: str | None) -> tuple[int, ...]:
@@ -519,7 +524,7 @@ MAX_JOINED, MAX_SHARE = 64, 10_000
 
 def parse_kv(text: str) -> tuple[KVPrecision, ...]:
     """Read `16,8`; most precise first."""
-    found = {KVPrecision.parse(part) for part in text.replace(" ", "").split(",")}
+    found = set(map(KVPrecision.parse, _listed(text, "--kv", "8 or 16,8")))
     return tuple(sorted(found, key=lambda kv: -kv.bits))
 
 

@@ -328,16 +328,16 @@ def test_cards_that_are_left_out_decide_no_dtype(
     for more in (["--pin", "0-35=V100-32GB-0"], ["--pin", "0-35=b:0", "--dtype", "float16"]):
         code, out, _ = _run(capsys, *words, *more)
         assert code == 0 and Plan.load(plan).workload.dtype == "float16"
-        assert "are not used" not in out
+        assert "not used: all stages" not in out
 
 
 @pytest.mark.parametrize(
     ("devices", "left"),
     [
-        ("T4:4,3090", "T4, which have no bfloat16, are left out: with them all stages would"),
+        ("T4:4,3090", "T4, which has no bfloat16, is left out: with them all stages would"),
         (
             "V100-32:2,A6000",
-            "V100-32GB, which have no bfloat16, are left out: with them all stages",
+            "V100-32GB, which has no bfloat16, is left out: with them all stages",
         ),
         ("T4:2,3060", "T4 has no bfloat16, the checkpoint's dtype: all stages compute in float32"),
     ],
@@ -351,7 +351,7 @@ def test_float32_is_taken_only_where_it_is_better(
     code, out, _ = _run(capsys, *words, "--tensor-parallel", "1")
     assert code == 0 and left in out
     made = Plan.load(plan)
-    alone = "which have no bfloat16" in left
+    alone = "which has no bfloat16" in left
     assert made.workload.dtype == ("bfloat16" if alone else "float32")
     assert {stage.kind in ("T4", "V100-32GB") for stage in made.stages} == (
         {False} if alone else {True, False}
@@ -369,7 +369,7 @@ def test_engines_in_float32_are_held_against_the_cards_that_have_bfloat16(
     made = Plan.load(path)
     assert code == 0 and made.workload.dtype == "bfloat16"
     assert [stage.device for stage in made.stages] == ["A100-40GB-0"]
-    assert "are left out: with them all stages would compute in float32" in out
+    assert "is left out: with them all stages would compute in float32" in out
     assert "best single card" not in out, "of the job in float32"
     code, out, _ = _run(capsys, *words, "--what-if", "batch=8")
     (line,) = [line for line in out.splitlines() if line.startswith("what if")]
@@ -387,7 +387,7 @@ def test_float32_is_left_to_the_cards_that_need_it_at_every_door(
         capsys, "fits", "--model", "glm-4-9b", "--devices", "a100-40gb,t4", "--context", "8k"
     )
     assert code == 0 and "KV cache 40.0 KiB a token (bfloat16)" in out and "T4-0" not in out
-    assert "T4, which have no bfloat16, are left out" in out
+    assert "T4, which has no bfloat16, is left out" in out
     words = ["fits", "--model", "gemma-3-12b", "--bits", "16", "--devices", "a100-40gb,t4"]
     assert _run(capsys, *words)[0] == 0, "as the plan of the same words"
     words = ["fits", "--model", "gemma-3-27b", "--bits", "16", "--devices", "a100-40gb,t4:2"]

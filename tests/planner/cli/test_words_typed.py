@@ -34,6 +34,8 @@ ANSWERS = {
     "--bits q4_k_m": "unknown precision 'q4_k_m': did you mean '4'? known: 16, 3, 4, 8, w4a4, w8a8",
     "--bits 8bit": "unknown precision '8bit': did you mean '8'? known: 16, 3, 4, 8, w4a4, w8a8",
     "--kv fp4": "unknown KV cache dtype 'fp4': did you mean 4? known bits: 16, 8, 4, 2",
+    "--kv ,": "--kv is empty; expected bits such as 8 or 16,8, or leave it out",
+    "--what-if +3060:2:3": "expected NAME:COUNT, such as 3090:2, got '2:3' for a count",
     "--kv 3": "unknown KV cache dtype '3': known bits: 16, 8, 4, 2",
     "--ctx-size 8k --prompt-len 5": "--prompt-len has no effect with --ctx-size: leave --ctx-size "
     "out, or leave --prompt-len out",
