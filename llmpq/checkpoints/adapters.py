@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from llmpq.checkpoints.tensor_names import tensor_names
 from llmpq.errors import shortened
 from llmpq.file_form import read_json
 
@@ -51,10 +52,16 @@ def adapter_instead(path: Path) -> str | None:
 
 
 def adapter_beside(path: Path) -> str | None:
-    """Say which adapter lies beside a directory's own weights and is not applied; None: none."""
+    """Say which adapter lies beside a directory's own weights and is not applied; None: none.
+
+    `ValueError` for an adapter with its model's config.json, and without the model's weights.
+    """
     held = next((name for name in FILES if (path / name).is_file()), None)
     if held is None:
         return None
+    alone = adapter_instead(path)
+    if alone is not None and not tensor_names(path) and not any(path.glob("pytorch_model*.bin")):
+        raise ValueError(alone)
     described = _described(path)
     what = "merge it into the model, with peft's merge_and_unload say"
     if not _merges(described):

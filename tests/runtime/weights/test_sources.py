@@ -432,6 +432,17 @@ def test_directories_that_hold_something_else_say_what(copy, file, content, mess
         ModelSpec.from_directory(directory)
 
 
+@pytest.mark.parametrize("config", [True, False])
+def test_an_adapter_with_its_models_config_is_no_model(demo_model, tmp_path, config):
+    """Said when it is planned for, too: no weights lie beside it."""
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    if config:
+        shutil.copy(demo_model / "config.json", tmp_path)
+    with pytest.raises(ValueError, match="is a LoRA adapter, not a model: merge it"):
+        ModelSpec.from_directory(tmp_path)
+
+
 def test_layers_that_are_left_out_are_neither_counted_nor_read(
     models, tmp_path, planned_and_loaded
 ):
