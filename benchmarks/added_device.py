@@ -1,6 +1,6 @@
 """Adds a device to a job that runs: tokens/s before and after beside what was predicted.
 
-    python benchmarks/added_device.py [--threads 4,2 --more 2]
+    python benchmarks/added_device.py [--threads 4,2 --more 2] [--write]
 
 A random model over CPU stages of so many threads, whose layers are profiled first, runs the job
 that it was planned for; then one more device is added while that job decodes, and it runs again.
@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from lib.rows import write_row
 from lost_gpu import generated, stages_of
 
 from llmpq import LLM, SamplingParams
@@ -42,6 +46,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--jobs", type=int, default=3, help="before and after, each")
+    parser.add_argument("--write", action="store_true", help="add a row to results/chaos.jsonl")
     given = parser.parse_args()
     first = [int(count) for count in given.threads.split(",")]
     with tempfile.TemporaryDirectory() as name:
@@ -105,6 +110,31 @@ def measure(llm: LLM, given: argparse.Namespace, more: Cluster) -> None:
         f"{gap_s:.2f} s ({usual_s:.2f} in jobs before); pause {change.pause_s}; seconds of jobs "
         f"{[round(took_s, 2) for took_s, _ in before]}, {[round(took_s, 2) for took_s, _ in after]}"
     )
+    if given.write:
+        jobs = [[took_s for took_s, _ in each] for each in (before, after)]
+        add_row(change, tokens, jobs, (gap_s, usual_s))
+
+
+def add_row(
+    change: DeviceChange,
+    tokens: int,
+    jobs: Sequence[Sequence[float]],
+    waits_s: tuple[float, float],
+    **how: Any,
+) -> None:
+    """Add a row: `tokens` of a job, seconds of `jobs` before and after, longest waits for one."""
+    assert change.tokens_per_s is not None and change.pause_s is not None
+    slow_s, quick_s = map(statistics.median, jobs)
+    write_row(
+        "chaos.jsonl", bench="added_device",
+        case={
+            "tokens_per_s": (tokens / slow_s, tokens / quick_s),
+            "tokens_per_s_predicted": change.tokens_per_s, "pause_s": change.pause_s,
+            "wait_s": waits_s, "load_average": os.getloadavg()[0],
+        },
+        unit="times the tokens/s", samples=[slow_s / took_s for took_s in jobs[1]],
+        predicted=change.tokens_per_s[1] / change.tokens_per_s[0], **how,
+    )  # fmt: skip
 
 
 def job_of(llm: LLM) -> Workload:

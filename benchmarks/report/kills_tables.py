@@ -94,6 +94,30 @@ class InterruptsTable:
         return markdown(head, body)
 
 
+class AddedTable:
+    """A line for each row of `added_device.py`."""
+
+    def render(self) -> str:
+        """Return the table as Markdown."""
+        body = []
+        for row in load("chaos.jsonl", "added_device", {}):
+            case = row["case"]
+            pairs = zip(case["tokens_per_s"], case["tokens_per_s_predicted"], strict=True)
+            body.append(
+                [
+                    *(f"{measured:.1f} ({predicted:.1f})" for measured, predicted in pairs),
+                    f"{row['value']:.3f} ({row['predicted']:.3f})",
+                    f"{row['value'] / row['predicted'] - 1:+.1%}",
+                    f"{case['pause_s'][1]:.2f} ({case['pause_s'][0]:.2f})",
+                    f"{case['wait_s'][0]:.2f} ({case['wait_s'][1]:.2f})",
+                    f"{case['load_average']:.1f}" if "load_average" in case else "-",
+                ]
+            )
+        head = ("tokens/s before (predicted)", "after (predicted)", "times (predicted)", "off",
+                "pause s (predicted)", "longest wait for a token s (before)", "load")  # fmt: skip
+        return markdown(head, body)
+
+
 class ReplanTable:
     """The newest row of each cluster and unit."""
 

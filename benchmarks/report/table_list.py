@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from report.configs_table import ConfigsTable
 from report.front_table import FrontTable
-from report.kills_tables import CommandsTable, InterruptsTable, PausesTable, ReplanTable
+from report.kills_tables import AddedTable, CommandsTable, InterruptsTable, PausesTable, ReplanTable
 from report.live_table import LiveTable
 from report.planner_tables import AblationTable, MixedTable, OddTable, ProofsTable
 from report.table_cells import (
@@ -57,6 +57,7 @@ TABLES: dict[
     "published_configs": ConfigsTable(),
     "pauses": PausesTable(),
     "commands_under_kills": CommandsTable(),
+    "added_device": AddedTable(),
     "interrupts": InterruptsTable(),
     "replan": ReplanTable(),
     "live": LiveTable(stages=1),
