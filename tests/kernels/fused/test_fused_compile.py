@@ -73,7 +73,11 @@ KERNELS = {
     ),
     "argmax-parts": (parts_kernel, {"BLOCK": 4096}, {"num_warps": 4}),
     "round": (round_kernel, {"GROUP": 128, "GROUPS": 8}, {"num_warps": 4}),
-    "argmax-merge": (merge_kernel, {"PARTS": 32, "REMEMBER": True}, {"num_warps": 1}),
+    "argmax-merge": (
+        merge_kernel,
+        {"PARTS": 32, "REMEMBER": True, "NOT_FINITE": -2},
+        {"num_warps": 1},
+    ),
 }
 
 
