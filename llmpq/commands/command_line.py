@@ -258,14 +258,14 @@ class CommandParser:
         for word in argv:
             flag = word.partition("=")[0]
             if flag not in self._spelled_flags() and self._other(flag) is not None:
-                raise self._unknown(word)
+                raise self._unknown(word, argv)
         actions = [a for a in self._actions if a.option_strings]
         blank = argparse.Namespace(
             **{a.dest: None if a in self._appended else _NOT_GIVEN for a in actions}
         )
         found, unknown = self._parser.parse_known_args(list(argv), blank)
         if unknown:
-            raise self._unknown(unknown[0])
+            raise self._unknown(unknown[0], argv)
         given = set()
         for action in actions:
             value = getattr(found, action.dest)
@@ -383,9 +383,18 @@ class CommandParser:
         """Return what stands for a flag of another program, None if it is not known."""
         return self._others.get(_spellings(flag)[-1])
 
-    def _unknown(self, word: str) -> ValueError:
+    def _repeated(self, word: str, argv: Sequence[str]) -> str | None:
+        """Return the flag that a word stands behind a value of, if it is given once a value."""
+        words = argv[: list(argv).index(word)]
+        before = [one.partition("=")[0] for one in words if one.startswith("-")]
+        flags = {name for action in self._appended for name in action.option_strings}
+        return before[-1] if before and before[-1] in flags else None
+
+    def _unknown(self, word: str, argv: Sequence[str]) -> ValueError:
         if not word.startswith("-"):
-            hint = "" if self._flag_of is None else f": write {self._flag_of(word)} {word}"
+            flag = self._repeated(word, argv)
+            flag = self._flag_of(word) if flag is None and self._flag_of is not None else flag
+            hint = "" if flag is None else f": write {flag} {word}"
             return ValueError(f"'{word}' belongs to no flag{hint}; see {self.program} --help-all")
         flag = word.partition("=")[0]
         other = self._other(flag)
@@ -396,7 +405,8 @@ class CommandParser:
                 return ValueError(f"write {action.metavar} without '{flag}': {self._example}")
         typed = flag.replace("_", "-")
         known = [name for names in self._parser.shown.values() for name in names]
-        hint = nearest(typed, [name for name in known if _is_like(typed, name)])
+        like = [name for name in known if name.replace("-", "") == typed.replace("-", "")]
+        hint = nearest(typed, like or [name for name in known if _is_like(typed, name)])
         return ValueError(f"unknown flag '{word}': {hint}see {self.program} --help-all")
 
 

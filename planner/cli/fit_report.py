@@ -17,7 +17,7 @@ from llmpq.cluster import Device
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
-from llmpq.planner.cli.own_dtype import instead_of_float32
+from llmpq.planner.cli.own_dtype import instead_of_float32, where_unused
 from llmpq.planner.cli.report import mtp_notes
 from llmpq.planner.cli.what_if import share_of
 from llmpq.planner.evaluate.fits import longest_context
@@ -183,14 +183,15 @@ def fit_answer(request: FitsRequest) -> FitAnswer:
             loss = sum_omega(*found)
             best = (loss, found) if best is None or loss < best[0] else best
         forms.append(_form(row, batches, context, found))
-    plan, refusal = None, None
+    plan, refusal, dtype = None, None, problem.workload.dtype
     if best is None:
         refusal = refusal_of(problem, kvs, names_context=request.prompt_len is None)
     else:
         plan = counted_plan(*best[1], model_path=path)
+        dtype, notes = where_unused(asked, problem, plan, notes, usual_context=usual)
         notes = [*notes, *mtp_notes(plan, problem.spec), *prefix_notes(plan, problem.spec)]
     return FitAnswer(
-        report=_report(problem, rows, tuple(forms), plan, refusal, notes),
+        report=replace(_report(problem, rows, tuple(forms), plan, refusal, notes), dtype=dtype),
         plan=plan,
         refusal=None if refusal is None else refusal.text,
     )

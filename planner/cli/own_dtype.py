@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from llmpq.default_dtype import without_bfloat16
 from llmpq.errors import DoesNotFitError
+from llmpq.plan import Plan
 from llmpq.planner.answer import Answer, answer, score, solve_options
 from llmpq.planner.cli.what_if import without
 from llmpq.planner.evaluate.fits import longest_context
@@ -20,6 +21,7 @@ from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.refusal import too_big_in_any_chunks
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.topology import Topology
+from llmpq.workload import Dtype
 
 
 def in_own_dtype(
@@ -52,8 +54,7 @@ def in_own_dtype(
     if best is None:
         return found, f"{cards} {with_them}, and the model would not fit"
     if not used:
-        own = alone.workload.dtype
-        return found, f"{cards} not used: all stages compute in {own}, the checkpoint's dtype"
+        return found, _unused(lacking, alone)
     if score(found, found.plan.predicted, options) >= score(best, best.plan.predicted, options):
         return None
     return found, (
@@ -125,8 +126,40 @@ def instead_of_float32(
         alone = over_own_dtype(request, problem, usual_context=usual_context)
         if alone is not None and (not too_big_in_any_chunks(alone) or _reaches(alone, problem)):
             said = f"{_cards(without_bfloat16(problem.cluster))} {LEFT_OUT}"
-            return alone, [said if "no bfloat16" in note else note for note in notes]
+            return alone, of_unused(notes, said)
     return problem, list(notes)
+
+
+def where_unused(
+    request: PlanRequest,
+    problem: Problem,
+    plan: Plan,
+    notes: Sequence[str],
+    *,
+    usual_context: int | None = None,
+) -> tuple[Dtype, list[str]]:
+    """Return the dtype of a counted plan, and its notes: the checkpoint's own in place of float16
+    where the plan uses none of the cards that lack it. Bytes and rates of both are the same, and
+    other requests may need these cards: what they cost is still said.
+    """
+    dtype, lacking = problem.workload.dtype, without_bfloat16(problem.cluster)
+    if dtype == "float32" or any(stage.kind in lacking for stage in plan.stages):
+        return dtype, list(notes)
+    alone = over_own_dtype(request, problem, usual_context=usual_context)
+    if alone is None:
+        return dtype, list(notes)
+    said = _unused(lacking, alone)
+    return alone.workload.dtype, [said if "no bfloat16" in note else note for note in notes]
+
+
+def of_unused(notes: Sequence[str], said: str) -> list[str]:
+    """Return a job's notes where cards that lack bfloat16 have no part in it, as `said` says."""
+    return [said if "no bfloat16" in n else n for n in notes if "makes them dense" not in n]
+
+
+def _unused(lacking: Sequence[str], alone: Problem) -> str:
+    own = alone.workload.dtype
+    return f"{_cards(lacking)} not used: all stages compute in {own}, the checkpoint's dtype"
 
 
 def _reaches(alone: Problem, problem: Problem) -> bool:

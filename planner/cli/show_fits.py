@@ -173,8 +173,12 @@ def next_command(request: FitsRequest, report: FitReport) -> str:
         words += [f"--{name.replace('_', '-')}", *map(str, values)] if values else []
     words += ["--context", str(report.context), "--batch", str(request.batch)]
     words += [] if request.gen_len == 100 else ["--gen-len", str(request.gen_len)]
-    for name in ("bits", "kv", "reserve", "gpu_memory_utilization", "costs", "omega_file"):
+    for name in ("bits", "kv", "weight_group_size", "head_bits"):
         words += _flag(name, getattr(request, name))
+    for name in ("reserve", "gpu_memory_utilization", "costs", "omega_file"):
+        words += _flag(name, getattr(request, name))
+    for name in ("symmetric", "probe_cpu"):
+        words += [f"--{name.replace('_', '-')}"] if getattr(request, name) else []
     words += [] if request.dtype == "auto" else ["--dtype", request.dtype]
     return shlex.join([*words, "-o", "plan.json"])
 

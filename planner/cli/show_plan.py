@@ -34,7 +34,7 @@ from llmpq.planner.answer import (
 from llmpq.planner.cli.alternatives import MethodRow, bits_lines, left_out_lines
 from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.certificates import write_certificate, write_topology_certificate
-from llmpq.planner.cli.own_dtype import beats, closer_refusal, in_own_dtype
+from llmpq.planner.cli.own_dtype import beats, closer_refusal, in_own_dtype, of_unused
 from llmpq.planner.cli.show_topology import print_topology, topology_lines
 from llmpq.planner.evaluate.simulator import reported_time
 from llmpq.planner.problem.make_problem import make_problem
@@ -121,7 +121,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         if several is not None:  # of the job with all cards
             shared = _may_share(request, problem, options)
             several = _several(request, problem, best, options, path) if shared else None
-        notes = [said if "no bfloat16" in note else note for note in notes]
+        notes = of_unused(notes, said)
         job = replace(job, problem=problem, notes=notes)
     if several is not None and several.single is not None:
         best, several = several.single, replace(several, topology=None)

@@ -314,7 +314,7 @@ def _dense_note(kinds: Sequence[str], spec: ModelSpec) -> str:
 
 def _left_to_the_class(path: str | None, spec: ModelSpec) -> list[str]:
     """Say which numbers a model's configuration leaves to Transformers' class of its model_type."""
-    if path is None or not spec.from_class:
+    if path is None or not spec.from_class or is_gguf(path):  # whose keys we name ourselves
         return []
     return [
         f"the configuration in '{path}' leaves these to Transformers' class of its model_type: "

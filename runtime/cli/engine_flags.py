@@ -86,6 +86,8 @@ def _help(text: str) -> str:
 
 
 def _reader(name: str, kind: Any) -> Callable[[str], Any]:
+    if name == "max_model_len":
+        return _longest
     if name in _TOKENS:
         return token_count
     if name == "deadlines":
@@ -95,6 +97,11 @@ def _reader(name: str, kind: Any) -> Callable[[str], Any]:
     if name == "head_bits":
         return int
     return int if kind in (int, int | None) else float if kind == float | None else str
+
+
+def _longest(text: str) -> int | None:
+    """Read a number of tokens; vLLM's words for as many as fit are what is so without the flag."""
+    return None if text in ("auto", "-1") else token_count(text)
 
 
 def _deadlines(text: str) -> Deadlines:

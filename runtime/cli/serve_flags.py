@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from llmpq.commands.command_line import CommandParser, Only, Section
 from llmpq.runtime.cli.engine_flags import add_engine_flags
 from llmpq.runtime.cli.run_flags import add_model, add_plan
-from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, LENGTH_FLAGS, OTHER_FLAGS
+from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, LENGTH_FLAGS, OTHER_FLAGS, SAMPLING_FLAGS
 from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.serve.parsers import tool_forms
 from llmpq.runtime.serve.parsers.harmony import HARMONY
@@ -48,7 +48,7 @@ def serve_parser() -> CommandParser:
         "Answer OpenAI's API over HTTP: through a plan, or planned for the devices there are.",
         example="llmpq-dist serve DIR --port 8000",
         notes=NOTES,
-        others={**OTHER_FLAGS, **LENGTH_FLAGS},
+        others={**OTHER_FLAGS, **LENGTH_FLAGS, **SAMPLING_FLAGS},
         idle=IDLE_FLAGS,
     )
     text = "directory, GGUF file or name on Hugging Face's hub (or --model, or --plan)"

@@ -15,7 +15,7 @@ from llmpq.commands.command_line import CommandParser, Only, Section, token_coun
 from llmpq.precision import Precision
 from llmpq.runtime.cli.engine_flags import add_engine_flags
 from llmpq.runtime.cli.run_flags import add_plan, add_report, add_speculation
-from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, OTHER_FLAGS
+from llmpq.runtime.cli.vllm_flags import BENCH_FLAGS, IDLE_FLAGS, OTHER_FLAGS
 from llmpq.runtime.options import EngineOptions
 from llmpq.workload import full_dtype
 
@@ -261,7 +261,7 @@ def bench_parser() -> CommandParser:
         "llmpq-dist bench",
         "Time LLM-PQ's offline job: equally long random prompts, a fixed number of greedy tokens.",
         example="llmpq-dist bench --model llama-3.1-8b --load-format dummy --bits w4a16",
-        others=OTHER_FLAGS,
+        others={**OTHER_FLAGS, **BENCH_FLAGS},
         idle=IDLE_FLAGS,
     )
     what = parser.section("what to run")

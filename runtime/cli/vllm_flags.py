@@ -1,4 +1,4 @@
-"""Flags of vLLM, of llmpq-algo and of earlier versions, with what stands for them in a command.
+"""Flags of vLLM, llama.cpp, llmpq-algo and earlier versions, and what stands for them here.
 
 What vLLM has as arguments of `LLM`, too, is in runtime/vllm_options.py.
 """
@@ -28,6 +28,26 @@ _LAYERS = "which device has which layers is planned: llmpq-algo --devices"
 _KV_BITS = "the bits of the KV cache are --kv-cache-dtype"
 _IN_RAM = "the CPU computes whole layers instead: llmpq-algo --devices 4090,cpu"
 _HUB = "a model of the hub is --model NAME"
+_NOTHING = (
+    *("--mamba-cache-dtype", "--mamba-block-size", "--calculate-kv-scales", "--enable-eplb"),
+    *("--disable-hybrid-kv-cache-manager", "--prefix-caching-hash-algo", "--performance-mode"),
+    *(
+        "--reasoning-config",
+        "--safetensors-load-strategy",
+        "--swa-full",
+        "--no-warmup",
+        "--numa-bind",
+    ),
+)
+_CHUNKS = "a prompt's chunks are the plan's, of llmpq-dist serve --max-num-batched-tokens N"
+_KV_STAYS = "KV caches stay on the devices that made them: leave it out"
+_ENGINES = VLLM_OPTIONS["data_parallel_size"].instead
+_PARALLEL = ("size-local", "address", "rpc-port", "backend", "hybrid-lb", "external-lb", "rank")
+_KERNELS = VLLM_OPTIONS["attention_backend"].flag
+_DRAFTS = VLLM_OPTIONS["speculative_config"].flag
+_MAKES_TEXT = VLLM_OPTIONS["runner"].instead
+_AS_CONFIG = VLLM_OPTIONS["rope_scaling"].instead
+_THREADS = "threads of a CPU are a cluster file's (threads:), or OMP_NUM_THREADS"
 _PROMPT = "prompts are rows of llmpq-dist run -i FILE; one at a time: llmpq-dist chat"
 
 
@@ -102,10 +122,6 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--rpc": _HOSTS,
     "--keep-alive": "a model stays loaded until the command ends: leave it out",
     "--disable-uvicorn-access-log": "llmpq-dist serve has --no-access-log",
-    "--num-prompts": "requests of a bench are --batch",
-    "--input-len": "tokens of a bench's prompts are --prompt",
-    "--output-len": "new tokens of a bench are --gen",
-    "--batch-size": "requests of a bench are --batch",
     "--config": "flags are typed, not read from a file",
     "--log-level": _LOGS,
     "--log-config-file": _LOGS,
@@ -142,15 +158,75 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--alias": "it is --served-model-name NAME",
     "--parallel": "requests at once are --max-num-seqs N",
     "-np": "requests at once are --max-num-seqs N",
-    "--threads": "threads of a CPU are a cluster file's (threads:), or OMP_NUM_THREADS",
-    "-t": "threads of a CPU are a cluster file's (threads:), or OMP_NUM_THREADS",
+    "--threads": _THREADS,
+    "-t": _THREADS,
     "--n-gpu-layers": _DEVICES,
     "--timeout": "seconds of an answer are --request-timeout, of a silent client --read-timeout",
     "--max-concurrency": "requests taken at once are --max-requests N",
     "--max-concurrent-requests": "requests taken at once are --max-requests N",
     "--workers": VLLM_OPTIONS["data_parallel_size"].instead,
+    "--shutdown-timeout": "seconds of running requests after SIGTERM are --drain-timeout S",
+    "--distributed-timeout-seconds": "seconds of phases are --deadlines NAME=S",
+    "--disable-access-log-for-endpoints": "probes are logged only where they fail: leave it out",
+    "--stream-interval": "tokens are sent as they come: leave it out",
+    "--return-tokens-as-token-ids": "requests ask for them: return_token_ids of a body",
+    "--profiler-config": _TRACES,
+    "--cudagraph-capture-sizes": _GRAPHS,
+    "--allowed-local-media-path": VLLM_OPTIONS["limit_mm_per_prompt"].instead,
+    **dict.fromkeys(("-b", "--batch-size", "-ub", "--ubatch-size"), _CHUNKS),
+    **dict.fromkeys(("--max-num-partial-prefills", "--max-long-partial-prefills"), _CHUNKS),
+    "--long-prefill-token-threshold": _CHUNKS,
+    **dict.fromkeys(("--kv-cache-memory", "--kv-offloading-size", "--no-kv-offload"), _KV_STAYS),
+    **dict.fromkeys((f"--data-parallel-{name}" for name in _PARALLEL), _ENGINES),
+    **dict.fromkeys(("--moe-backend", "--all2all-backend", "-fa", "--flash-attn"), _KERNELS),
+    **dict.fromkeys(("-sm", "-mg", "-dev"), _LAYERS),
+    **dict.fromkeys(("-v", "--verbose", "--log-file", "--log-disable"), _LOGS),
+    "-a": "it is --served-model-name NAME",
+    **dict.fromkeys(("--lora", "--lora-scaled"), VLLM_OPTIONS["enable_lora"].instead),
+    **dict.fromkeys(("-md", "--model-draft", "--draft", "--draft-max"), _DRAFTS),
+    **dict.fromkeys(("-hff", "--hf-file"), "a file of the hub is --model NAME/FILE.gguf"),
+    "--num-ctx": _LENGTH,
+    **dict.fromkeys(("-tb", "--threads-batch", "--threads-http"), _THREADS),
+    **dict.fromkeys(("--embedding", "--embeddings", "--reranking", "--pooling"), _MAKES_TEXT),
+    **dict.fromkeys(("--rope-freq-scale", "--rope-freq-base", "--yarn-orig-ctx"), _AS_CONFIG),
+    "--chat-template-file": "it is --chat-template FILE",
+    "--chat-template-kwargs": "requests say them: chat_template_kwargs of a body",
+    "--reasoning-format": "marks of thoughts are --reasoning-parser FORM",
+    "--reasoning-budget": "requests say it: thinking_token_budget of a body",
+    "--api-prefix": "the path of a proxy is --root-path PATH",
+    "--no-webui": "the page at / is always there: leave it out",
+    "--slots": "what runs is on the page at / and in /metrics: leave it out",
+    "--props": "what is served is at /v1/models: leave it out",
+    "--offline": "without the hub's network is HF_HUB_OFFLINE=1",
+    "--cache-reuse": "blocks of prompts that begin alike are found again: leave it out",
+    "--models-dir": "a server has one model: --model DIR",
+    "--sleep-idle-seconds": "a model stays loaded until the command ends: leave it out",
+    "--list-devices": "devices are listed by llmpq-algo devices",
+    "--fit": "what fits is said by llmpq-algo fits, and planned by itself: leave it out",
+    **dict.fromkeys(("--no-mmap", "--mlock"), "weights are mapped: leave it out"),
+    "--keep": "nothing of a prompt is dropped: leave it out",
+    **dict.fromkeys(_NOTHING, "there is nothing of the kind here: leave it out"),
+    "--numa": "CPUs of several sockets are devices of a cluster file: leave it out",
 }
-"""Flag of vLLM -> what stands for it here, as the end of a sentence."""
+"""Flag of vLLM or llama.cpp -> what stands for it here, as the end of a sentence."""
+
+SAMPLING_FLAGS: Mapping[str, str] = dict.fromkeys(
+    ("--temp", "--temperature", "--top-k", "--top-p", "--min-p", "--repeat-penalty", "-n",
+     "--n-predict", "--presence-penalty", "--frequency-penalty", "-s", "--max-tokens"),
+    "requests say how they are sampled, and how long; what they leave out is the model's "
+    "generation_config.json's (--generation-config DIR)",
+)  # fmt: skip
+"""For a server."""
+
+BENCH_FLAGS: Mapping[str, str] = {
+    "--num-prompts": "requests of a bench are --batch",
+    "--batch-size": "requests of a bench are --batch",
+    "--input-len": "tokens of a bench's prompts are --prompt",
+    "--output-len": "new tokens of a bench are --gen",
+    "-b": "requests of a bench are --batch",
+    "-n": "new tokens of a bench are --gen",
+}
+"""For `bench`."""
 
 IDLE_FLAGS: Mapping[str, Idle] = {
     **dict(_idle()),
@@ -172,6 +248,17 @@ IDLE_FLAGS: Mapping[str, Idle] = {
     "--stream-interval": Idle("tokens are sent as they come", ("1",)),
     "--response-role": Idle("answers are the assistant's", ("assistant",)),
     "--jinja": Idle("chat templates are Jinja"),
+    "--metrics": Idle("/metrics is there"),
+    "--webui": Idle("the page at / is there"),
+    "--mmap": Idle("weights are mapped"),
+    "-cb": Idle("requests join and leave between steps"),
+    "--cont-batching": Idle("requests join and leave between steps"),
+    "--no-context-shift": Idle("nothing of a prompt is dropped"),
+    "--kv-unified": Idle("all requests share one pool of blocks"),
+    "-kvu": Idle("all requests share one pool of blocks"),
+    "--disable-frontend-multiprocessing": Idle("one process answers HTTP"),
+    "--disable-fastapi-docs": Idle("there are no such pages"),
+    "--decode-context-parallel-size": Idle("a request's cache is not divided", ("1",)),
     "--load-format": Idle(
         "a checkpoint's form is found in its files", (AUTO, *OWN_FORMATS, *QUANTISED_FORMATS)
     ),
@@ -229,7 +316,7 @@ _PLANNING = [
 ]
 
 LENGTH_FLAGS: Mapping[str, str] = dict.fromkeys(
-    ("--ctx-size", "-c"), "the longest request is --max-model-len N"
+    ("--ctx-size", "-c", "--num-ctx"), "the longest request is --max-model-len N"
 )
 """For a command that has --max-model-len."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.__main__ import main
 from llmpq.planner.cli import fit_report
-from llmpq.planner.cli.fit_report import fit_answer
+from llmpq.planner.cli.arguments import fits_parser, plan_parser
+from llmpq.planner.cli.fit_report import fit_answer, plan_request
+from llmpq.planner.cli.show_fits import next_command
 from llmpq.planner.make import make_plan
-from llmpq.planner.problem.requests import FitsRequest
+from llmpq.planner.problem.requests import FitsRequest, PlanRequest
 
 pytestmark = pytest.mark.pure
 
@@ -455,6 +459,41 @@ def test_a_person_reads_the_answer_first(capsys: pytest.CaptureFixture[str]) -> 
         "plan it: llmpq-algo --model qwen3-32b --devices 4090,3090 --context 8192 --batch 2 "
         "-o plan.json"
     ]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--bits 4 --weight-group-size 64 --symmetric",
+        "--head-bits 8 --kv 8 --reserve 1GiB",
+        "--weight-group-size 0 --gpu-memory-utilization 0.9 --dtype float16",
+        "--prompt-len 4000 --gen-len 500 --batch 3",
+    ],
+)
+def test_the_command_that_plans_it_asks_for_the_same(more: str) -> None:
+    words = f"--model qwen3-8b --devices 4090,cpu {more}".split()
+    asked = fits_parser().read_as(FitsRequest, words)
+    answer = fit_answer(asked)
+    program, *typed = shlex.split(next_command(asked, answer.report))
+    assert program == "llmpq-algo"
+    found, wanted = plan_parser().read_as(PlanRequest, typed), plan_request(asked)
+    for field in fields(FitsRequest):
+        if field.name not in ("json", "context", "prompt_len", "kv"):
+            got = getattr(found, field.name)
+            assert got == getattr(wanted, field.name), field.name
+    assert (found.kv or "16") == wanted.kv
+    assert found.context == answer.report.context
+
+
+@pytest.mark.parametrize("devices", ["4090,1080-ti", "4090,2080-ti"])
+def test_a_card_that_is_left_out_does_not_decide_the_dtype(fits: Any, devices: str) -> None:
+    _, report, _ = fits(f"--model qwen3-8b --devices {devices}")
+    assert len(used(report)) == 1 and report["dtype"] == "bfloat16"
+    said = [note for note in report["notes"] if "bfloat16" in note]
+    assert len(said) == 1 and "is not used: all stages compute in bfloat16" in said[0]
+    _, report, _ = fits(f"--model qwen3-14b --devices {devices} --bits 16")
+    assert len(used(report)) == 2 and report["dtype"] == "float16"
+    assert any("GPUs before Ampere" in note for note in report["notes"])
 
 
 def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

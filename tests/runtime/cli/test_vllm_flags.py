@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
@@ -132,3 +133,39 @@ def test_a_server_names_what_stands_for_a_flag(flag, ours, capsys):
     assert main(["serve", "nowhere", flag, "2"]) == 2
     said = capsys.readouterr().err
     assert f"has no '{flag.partition('=')[0]}': " in said and ours in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--served-model-name a b", "'b' belongs to no flag: write --served-model-name b;"),
+        ("--api-key=a b", "'b' belongs to no flag: write --api-key b;"),
+        ("b", "'b' belongs to no flag; see"),
+        ("--host a b", "'b' belongs to no flag; see"),
+        ("--ssl-key-file k", "did you mean '--ssl-keyfile'?"),
+        ("--ssl-cert-file c", "did you mean '--ssl-certfile'?"),
+        ("--temp 0.2", "generation_config.json's (--generation-config DIR)"),
+        ("--batch-size 512", "llmpq-dist serve --max-num-batched-tokens N"),
+    ],
+)
+def test_what_a_server_has_otherwise_is_named(words, said, capsys):
+    assert main(["serve", "nowhere", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_as_many_tokens_as_fit_are_what_is_so_without_the_flag():
+    parser = COMMANDS["serve"].parser()
+    for value in ("auto", "-1"):
+        assert parser.read(["DIR", "--max-model-len", value]).max_model_len is None
+    assert parser.read(["DIR", "--max-model-len", "2k"]).max_model_len == 2048
+
+
+def test_chat_runs_what_its_messages_name(demo_model, monkeypatch, capsys):
+    """Rounded output matrices, and the pages on drafts, name flags of every command that runs."""
+    assert {"--head-bits", "--speculate", "--gamma", "--prefer"} <= flags_of(
+        COMMANDS["chat"].parser()
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("def f(x):\n"))
+    words = ["--max-tokens", "3", "--speculate", "ngram", "--gamma", "2", "--head-bits", "16"]
+    assert main(["chat", str(demo_model), *words]) == 0
+    assert capsys.readouterr().out.strip()
