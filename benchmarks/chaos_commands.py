@@ -480,12 +480,15 @@ async def read_stream(
 
 
 def between(seen: Seen, kills_s: Sequence[float], seconds: float) -> list[tuple[float, float]]:
-    """Return the times between faults, in seconds since the replay began."""
-    edges, start_s = list[tuple[float, float]](), seen.began_s
-    for kill_s in [*kills_s, seen.began_s + seconds]:
+    """Return the times between faults, in seconds since the replay began.
+
+    Up to its planned end: what comes later was not served in time.
+    """
+    edges, start_s, end_s = list[tuple[float, float]](), seen.began_s, seen.began_s + seconds
+    for kill_s in [*(kill_s for kill_s in kills_s if kill_s < end_s), end_s]:
         if kill_s > start_s:
             edges.append((start_s - seen.began_s, kill_s - seen.began_s))
-        ends_s = [end_s for began_s, end_s in seen.down_s if end_s > kill_s]
+        ends_s = [up_s for _, up_s in seen.down_s if up_s > kill_s]
         start_s = min(ends_s, default=kill_s)
     return edges
 
