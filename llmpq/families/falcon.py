@@ -95,6 +95,7 @@ _LAYER = norm_names(
 )
 FAMILY = Family(
     name="falcon",
+    codes_unread="linears",
     model_types=("falcon",),
     fields=fields,
     names=NameTable(

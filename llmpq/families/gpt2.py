@@ -60,6 +60,7 @@ _TRANSPOSED = {
 }
 FAMILY = Family(
     name="gpt2",
+    codes_unread="linears",
     model_types=("gpt2",),
     fields=fields,
     names=NameTable(
@@ -75,6 +76,7 @@ FAMILY = Family(
 BIGCODE = replace(
     FAMILY,
     name="gpt_bigcode",
+    codes_unread="linears",
     model_types=("gpt_bigcode",),
     fields=bigcode_fields,
     names=replace(

@@ -74,6 +74,7 @@ _MOE = "layers.{i}.block_sparse_moe"
 MIXTURE = replace(
     granite.MIXTURE,
     name="granitemoe_swa",
+    codes_unread="experts",
     model_types=("granitemoe_swa",),
     fields=mixture_fields,
     names=replace(

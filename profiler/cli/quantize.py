@@ -139,10 +139,7 @@ def unread_by_transformers(spec: ModelSpec, precisions: Sequence[Precision]) -> 
         return None
     if what == "experts" and not spec.experts:
         return None
-    return (
-        f"Transformers does not read a quantised {spec.family}'s {what}; llmpq-dist does, and the "
-        "names are those that llm-compressor writes for vLLM"
-    )
+    return f"Transformers does not read {what} of a quantised {spec.family}; llmpq-dist does"
 
 
 def make_job(request: QuantizeRequest, spec: ModelSpec) -> QuantizeJob:

@@ -418,7 +418,11 @@ def test_transformers_reads_a_quantised_copy(models: Any, tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize(
-    "kind", ["granitemoehybrid", "gemma4", "kimi_linear", "gpt_oss", "olmo_hybrid", "mistral4"]
+    "kind",
+    [
+        *("granitemoehybrid", "gemma4", "kimi_linear", "gpt_oss", "olmo_hybrid", "mistral4"),
+        *("gpt2", "gpt_bigcode", "falcon"),
+    ],
 )
 def test_what_transformers_does_not_read_of_a_copy_is_said(
     models: Any, tmp_path: Path, kind: str
@@ -430,17 +434,17 @@ def test_what_transformers_does_not_read_of_a_copy_is_said(
     eights = [Precision.W8A16] * spec.num_layers
     quantize(directory, tmp_path / "q", eights, "rtn")
     said = unread_by_transformers(spec, eights)
-    assert said is not None and f"does not read a quantised {spec.family}'s" in said
+    assert said is not None and f" of a quantised {spec.family};" in said
     assert unread_by_transformers(spec, [Precision.W16A16] * spec.num_layers) is None
     got = scores(ReferencePipeline.from_directory(tmp_path / "q"))
     auto = transformers.AutoModelForCausalLM
+    tokens = torch.tensor([[(7 * i * i + 3) % VOCAB for i in range(24)]])
     try:
         model = auto.from_pretrained(tmp_path / "q", dtype=torch.float32)
+        with torch.no_grad():  # what was not found is drawn
+            want = model.eval()(tokens).logits
     except (RuntimeError, ValueError, AttributeError):
         return
-    with torch.no_grad():  # what was not found is drawn
-        tokens = torch.tensor([[(7 * i * i + 3) % VOCAB for i in range(24)]])
-        want = model.eval()(tokens).logits
     assert float((got - want).norm() / want.norm()) > 0.1
 
 
