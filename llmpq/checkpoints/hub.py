@@ -75,6 +75,7 @@ def local_model(model: str | Path, *, config_only: bool = False) -> Path:
     near = _near(Path(model))
     named = None if os.path.isabs(model) else _NAME.fullmatch(str(model))
     if named is None or named["repo"].endswith(".gguf"):
+        near = near or _spelled_otherwise(str(model))
         other = "expected one of this machine, a GGUF file, or a name on Hugging Face's hub such as"
         raise ValueError(
             f"no such model directory: '{shortened(str(model))}'; "
@@ -104,10 +105,28 @@ def _near(path: Path) -> str:
     return f"did you mean '{meant[0]}'?" if meant else ""
 
 
+def _spelled_otherwise(name: str) -> str:
+    """Return how a model of the hub is called here that other programs call `hf.co/NAME:Q4_K_M`."""
+    place = re.sub(r"^(https?://)?(huggingface\.co|hf\.co)/", "", name)
+    repo, _, tag = place.partition(":")
+    if place == repo == name or not _NAME.fullmatch(repo):
+        return ""
+    if tag:
+        return f"a GGUF file of the hub is named with its repository: {repo}/FILE.gguf"
+    return f"a model of the hub is named without its address: {repo}"
+
+
 def _weights_of(name: str) -> str:
-    """Return where the hub has the weights of a name that can be planned; else an example."""
+    """Return where the hub has the weights of a name that can be planned; else an example.
+
+    Ollama's names are near to those: `qwen3:30b`.
+    """
     known = shipped_table("llmpq", "model_ids.yaml")
-    return next(iter(known.get(name.lower(), ())), "Qwen/Qwen3-0.6B")
+    letters = re.sub(r"[:_-]", "", name.lower())
+    for one in sorted(known, key=len) if letters else ():
+        if one.replace("-", "").startswith(letters) and known[one]:
+            return next(iter(known[one]))
+    return "Qwen/Qwen3-0.6B"
 
 
 def absolute(path: str | Path) -> Path:

@@ -55,7 +55,7 @@ def topology_lines(
             continue
         if exactly == 1 and name in ("one engine a node", "one engine a card", "equal replicas"):
             continue
-        lines.append(f"{name}: {_simple_text(one, rows)}")
+        lines.append(f"{name}: {_simple_text(one, rows, alone=work.batch == 1)}")
     lines += _searched(found)
     if found.topology is None:
         return lines + _left_out(best, found)
@@ -75,11 +75,13 @@ def _searched(found: TopologyAnswer) -> list[str]:
     ]
 
 
-def _simple_text(one: Simple | None, tokens: int) -> str:
+def _simple_text(one: Simple | None, tokens: int, *, alone: bool) -> str:
+    """`alone`: of one request, whose tokens/s behind its prompt stand above, too."""
     if one is None:
         return "none has room for the job"
     where, seconds, omega = one
-    return f"{where}: {shown(tokens / seconds)} tokens/s, quality loss {shown_loss(omega)}"
+    rate = f"{shown(tokens / seconds)} tokens/s{' with its prompt' if alone else ''}"
+    return f"{where}: {rate}, quality loss {shown_loss(omega)}"
 
 
 def _verdict(found: TopologyAnswer, exactly: int | None) -> list[str]:

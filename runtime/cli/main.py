@@ -65,6 +65,18 @@ COMMANDS = {
 }
 
 
+OLLAMA = {
+    "pull": "models of the hub are downloaded when they are run, or before: hf download NAME",
+    "list": "what is in Hugging Face's cache is listed by: hf cache ls",
+    "ls": "what is in Hugging Face's cache is listed by: hf cache ls",
+    "rm": "models are removed from Hugging Face's cache by: hf cache rm NAME",
+    "ps": "what a server runs is on its page at /, and in /metrics",
+    "show": "what a model takes is said by: llmpq-algo fits --model NAME",
+    "stop": "a server ends by SIGTERM or Ctrl-C, and its model with it",
+}
+"""Command of Ollama's -> what stands for it."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     _open_closed_streams()
@@ -94,6 +106,8 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 def _dispatch(name: str, words: Sequence[str]) -> int:
+    if name in OLLAMA:
+        raise ValueError(f"there is no command '{name}' here: {OLLAMA[name]}")
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
     command = COMMANDS[name]

@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -29,6 +29,7 @@ from prometheus_client.utils import floatToGoString
 
 from llmpq.runtime import engine_metrics
 from llmpq.runtime.engine_metrics import metrics_of
+from llmpq.runtime.request import FinishReason
 from llmpq.runtime.request_output import CompletionDelta
 from llmpq.runtime.serve.gate import ARRIVED_S
 
@@ -178,6 +179,8 @@ class Metrics:
         )
         """What the page draws, since the start."""
         self._ended = counter("request_success", "Answers that ended.", ("finished_reason",))
+        for reason in get_args(FinishReason):  # a rate of the first one needs the 0 before it
+            self._ended.labels(**self._labels, finished_reason=reason)
         self._responses = Counter(
             "llmpq:http_responses", "HTTP answers by status.", ("status",), registry=self.registry
         )

@@ -55,13 +55,15 @@ def device_lines(survey: Survey) -> list[DeviceLine]:
     """Return a line per GPU, and one of the cores."""
     node, cpu = str(survey["host"]), survey["cpu"]
     lines = [_gpu_line(survey, number, gpu) for number, gpu in enumerate(survey["gpus"])]
+    dtypes = ", ".join([*cpu["quick_dtypes"], "float32"])
+    free = f"{cpu['threads']} free thread{'' if cpu['threads'] == 1 else 's'}"
     return [
         *lines,
         DeviceLine(
             node=node,
-            device=f"CPU: {cpu['reported']}, {cpu['threads']} free threads",
+            device=f"CPU: {cpu['reported']}, {free}",
             memory=_memory(cpu),
-            runs="float32, all precisions (w3a16 to w8a16 unpacked), all KV bits",
+            runs=f"{dtypes}, all precisions (w3a16 to w8a16 unpacked), all KV bits",
             usable=True,
             stored=f"{FLOAT_CODES}, int4, int8: codes as stored, multiplied by the CPU's kernels",
         ),

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from llmpq.default_dtype import quick_dtypes
 from llmpq.devices.this_machine import SMI_S, read_gpus, read_host, visible
 from llmpq.kernels.native.library import expected_level
 from llmpq.out_of_memory import first_line
@@ -59,7 +60,8 @@ class NodeSurvey:
             "executable": sys.executable,
             "packages": package_versions(),
             "nccl": nccl_version(),
-            "cpu": asdict(host) | {"compiled_for": expected_level()},
+            "cpu": asdict(host)
+            | {"compiled_for": expected_level(), "quick_dtypes": sorted(quick_dtypes())},
             "gpus": [{**asdict(gpu), "kind": gpu.kind} for gpu in gpus],
             "driver_cuda": _driver_cuda(),
             "torch_cuda": torch.version.cuda,

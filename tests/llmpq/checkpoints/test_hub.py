@@ -198,11 +198,27 @@ def test_paths_are_no_names_of_the_hub(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("me/demo-GGUF:Q4_K_M", "named with its repository: me/demo-GGUF/FILE.gguf"),
+        ("hf.co/me/demo-GGUF:Q4_K_M", "named with its repository: me/demo-GGUF/FILE.gguf"),
+        ("https://huggingface.co/me/demo", "named without its address: me/demo"),
+    ],
+)
+def test_names_of_other_programs_lead_to_ours(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"{said}$"):
+        local_model(name)
+
+
+@pytest.mark.parametrize(
     ("name", "where"),
     [
         ("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct"),
         ("Qwen3-32B", "Qwen/Qwen3-32B"),
         ("no-such", "Qwen/Qwen3-0.6B"),
+        ("qwen3:32b", "Qwen/Qwen3-32B"),
+        ("gpt-oss:20b", "openai/gpt-oss-20b"),
+        ("qwen3:30b", "Qwen/Qwen3-30B-A3B"),
     ],
 )
 def test_a_name_that_can_be_planned_leads_to_its_weights(name: str, where: str) -> None:

@@ -271,6 +271,8 @@ def test_a_closed_standard_output_is_no_error(job_files):
     ("words", "message"),
     [
         (["evla", "--model", "x"], "did you mean 'eval'"),
+        (["pull", "qwen3:8b"], "there is no command 'pull' here: models of the hub are downloaded"),
+        (["ps"], "on its page at /"),
         (["convert", "{model}", "{file}"], "nothing to convert"),
         (["convert", "{bin}", "{file}"], "is a file; give a new directory"),
         (["eval", "--model", "{model}", "--text", "{file}", "--device", "cuda:77"], "CUDA devices"),

@@ -45,6 +45,7 @@ def survey(*gpus, **fields):
         "total_bytes": 64 * GIB,
         "free_bytes": 60 * GIB,
         "compiled_for": "avx512_vnni",
+        "quick_dtypes": [],
     }
     return {
         "host": "a", "machine": "a 1", "python": "3.12.1", "executable": "python",
@@ -53,6 +54,17 @@ def survey(*gpus, **fields):
         "torch_arches": ["sm_75", "sm_80", "sm_86", "sm_90"], "shm_bytes": 8 * GIB,
         "tried": [{"gpu": i, "problem": None} for i in range(len(gpus))],
     } | fields  # fmt: skip
+
+
+def test_a_cpu_runs_the_dtypes_that_plans_choose_for_it():
+    for quick, threads, runs, device in (
+        ([], 8, "float32, all", "a CPU, 8 free threads"),
+        (["bfloat16"], 1, "bfloat16, float32, all", "a CPU, 1 free thread"),
+    ):
+        node = survey()
+        node["cpu"] |= {"quick_dtypes": quick, "threads": threads}
+        (line,) = device_lines(node)
+        assert line.runs.startswith(runs) and line.device == f"CPU: {device}"
 
 
 def test_a_healthy_node_has_no_findings():
