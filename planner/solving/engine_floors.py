@@ -82,18 +82,18 @@ class EngineFloors:
         self._index = {v: k for k, v in enumerate(vectors)}
         priced = p if budget is None else p.with_changes(theta=1.0)
         self._variants = [_Variant(one) for one in engine_variants(priced, kvs)]
-        self._with_memory = len(vectors) <= MANY
+        self.with_memory = len(vectors) <= MANY
         self._tables: dict[tuple[int, int], Floats] = {}
         """[V] by rows and waves."""
 
     def floor(self, v: Vector, rows: int) -> float:
         """Return a lower bound of an engine's value for rows, in any number of waves."""
-        waves = range(1, min(MOST_WAVES, rows) + 1) if self._with_memory else (1,)
+        waves = range(1, min(MOST_WAVES, rows) + 1) if self.with_memory else (1,)
         return min(self.in_waves(v, rows, wave) for wave in waves)
 
     def in_waves(self, v: Vector, rows: int, waves: int) -> float:
         """Return a lower bound of an engine's value for rows in so many waves."""
-        waves = waves if self._with_memory else 1  # without memory, one is never slower
+        waves = waves if self.with_memory else 1  # without memory, one is never slower
         if (rows, waves) not in self._tables:
             each = [self._of(one, rows, waves) for one in self._variants]
             self._tables[rows, waves] = np.min(each, axis=0) * (1 - ROUNDING)
@@ -115,7 +115,7 @@ class EngineFloors:
         room = self.counts @ one.room
         cheapest = costs.min(axis=1)  # [V, B]
         spend(100, 60 * costs.size)
-        prices = (0.0, *(_slopes(cheapest, sizes) if self._with_memory else ()))
+        prices = (0.0, *(_slopes(cheapest, sizes) if self.with_memory else ()))
         losses, budget = (1.0,), 0.0
         if self.budget is not None:
             budget = self.budget * (1 + BUDGET_ROUNDING)
@@ -131,7 +131,7 @@ class EngineFloors:
                     )
                     total = total + count * (priced + own_loss).min(axis=1)
                 best = np.maximum(best, total)
-        if self._with_memory:
+        if self.with_memory:
             best = np.where(own.num_layers * sizes.min() > room, np.inf, best)
         return best
 

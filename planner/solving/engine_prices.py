@@ -68,6 +68,8 @@ class EnginePrices:
         self.deadline_s, self._engine_s = deadline_s, engine_s
         self.known: dict[Vector, dict[int, EnginePrice]] = {}
         """Canonical vector -> rows -> price."""
+        self._in_one: dict[tuple[Vector, int], float] = {}
+        """Bounds of one wave that are known from elsewhere."""
         listed = list(dict.fromkeys(map(vectors.canonical, vectors.vectors)))
         self._floors = EngineFloors(self.p, listed, options.kvs, options.budget)
         self._parts: dict[Vector, Problem] = {}
@@ -83,8 +85,17 @@ class EnginePrices:
         return now_s() > self.deadline_s
 
     def note(self, v: Vector, rows: int, price: EnginePrice) -> None:
-        """Keep a price that is known from elsewhere."""
-        self.known.setdefault(self.vectors.canonical(v), {})[rows] = price
+        """Keep a price of rows in one wave that is known from elsewhere.
+
+        Of more waves, for which plans of more bits may have room, floors are the bound; of so many
+        engines that those count no memory, one wave is taken to be the quickest.
+        """
+        v = self.vectors.canonical(v)
+        self._in_one[v, rows] = price.bound
+        more = range(2, min(MOST_WAVES, rows) + 1) if self._floors.with_memory else ()
+        bounds = [price.bound, *(self._floors.in_waves(v, rows, waves) for waves in more)]
+        looked = math.inf if min(bounds) == price.bound else -math.inf
+        self.known.setdefault(v, {})[rows] = replace(price, bound=min(bounds), ceiling=looked)
 
     def price(self, v: Vector, rows: int, ceiling: float = math.inf) -> EnginePrice:
         """Return what an engine takes for rows; plans not below `ceiling` need not be found."""
@@ -116,6 +127,9 @@ class EnginePrices:
         part = self._part(v)
         for waves in range(1, min(MOST_WAVES, rows) + 1):
             at_most = min(best.value, ceiling)
+            if waves == 1 and (v, rows) in self._in_one:
+                best = replace(best, bound=self._in_one[v, rows])
+                continue
             if floor >= at_most or self.late:  # the floor is of any number of waves
                 return replace(best, bound=min(best.bound, floor))
             least = self._floors.in_waves(v, rows, waves)
