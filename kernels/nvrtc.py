@@ -1,11 +1,11 @@
 """CUDA C++ to functions of a GPU: compiled by NVRTC, kept in the user's cache, then loaded.
 
     $XDG_CACHE_HOME/llmpq/cuda/<mark>.cubin      (~/.cache where it is not set)
-                mark: text, NVRTC's version; the file begins with its content's SHA-256, so that a
-                damaged one is compiled anew
+                mark: a hash of the text, its options and NVRTC's version; the file begins with its
+                content's SHA-256, so that a damaged one is compiled anew
 
 torch brings NVRTC along wherever it runs on CUDA; where there is none, kernels written in CUDA C++
-do not compete (kernel_table.py, `needs`). Knows no product.
+are not among the candidates (kernel_table.py, `needs`). Knows nothing of what kernels compute.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ import torch
 
 HOPPER = "sm_90a"
 """The architecture of texts with Hopper's own instructions."""
-_DIGEST_BYTES = 32
+_DIGEST_BYTES = 32  # SHA-256
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _OVERLAPPING = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _TENSOR_TYPES = {torch.int32: 3, torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 Described = ctypes.Array[ctypes.c_char]
-"""A matrix as TMA knows it."""
-_SWIZZLE_128, _PROMOTE_256 = 3, 3
+"""A CUtensorMap: how TMA finds boxes of a matrix."""
+_SWIZZLE_128, _PROMOTE_256 = 3, 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 
 _noted: ContextVar[dict[str, Callable[[], object]] | None] = ContextVar("noted", default=None)
+"""What `noting_missing` of this thread collects, by mark; None outside of it."""
 
 
 def available() -> bool:
@@ -44,7 +45,10 @@ def available() -> bool:
 
 @contextmanager
 def noting_missing(found: dict[str, Callable[[], object]]) -> Iterator[None]:
-    """Have this thread note the compilations that are missing instead of making them."""
+    """Have this thread's launches compile nothing: what they miss goes to `found`, to be called.
+
+    `found`: mark -> what compiles. Such a launch does nothing.
+    """
     token = _noted.set(found)
     try:
         yield
@@ -147,6 +151,7 @@ class CudaFunction:
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), function, pointers, None), "launch")
 
     def _of(self, device: torch.device) -> ctypes.c_void_p | None:
+        """Return the function of a device, loading it first; None where that was noted instead."""
         index = torch.cuda.current_device() if device.index is None else device.index
         found = self._loaded.get(index)
         if found is None:
@@ -200,6 +205,8 @@ def tensor_map(
 
 
 class _Attribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute."""
+
     _fields_ = (
         ("id", ctypes.c_int),
         ("unused", ctypes.c_int),
@@ -209,6 +216,8 @@ class _Attribute(ctypes.Structure):
 
 
 class _Launch(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
     _fields_ = (
         *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
         ("stream", ctypes.c_void_p),
@@ -266,7 +275,7 @@ def _mark(text: str, architecture: str) -> str:
 
 
 def _whole(path: Path) -> bytes | None:
-    """Return what was kept, None where it is not there as it was written."""
+    """Return the code of a cached file; None where there is none, or a damaged one."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -276,6 +285,7 @@ def _whole(path: Path) -> bytes | None:
 
 
 def _keep(path: Path, code: bytes) -> None:
+    """Write a cached file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(hashlib.sha256(code).digest() + code)

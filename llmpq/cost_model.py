@@ -59,6 +59,7 @@ class Phase(Enum):
 
 
 Part = Literal["layer", "embedding", "head"]
+"""What is timed of a model."""
 
 
 class ErrorStats(FileForm):
@@ -99,6 +100,7 @@ TERMS: Mapping[Phase, tuple[str, ...]] = {
     Phase.VERIFY: ("1", "v", "v*q", "v*(t+s)", "t+s"),
 }
 
+# Terms that grow with the keys that are read: attention's; the others are of products.
 ATTENTION_TERMS = ("v*s^2", "v*s*p", "p", "v*(t+s)", "t+s")
 
 Padding = Literal["none", "cpu", "gpu"]
@@ -174,7 +176,8 @@ class LatencyEntry(FileForm):
     """In older profiles, a multiple of which prompts of so many tokens or more take."""
     mixed_attention: float = Field(default=1.0, ge=0, le=100)
     """Of a decode entry: how many times as long attention of decoding rows takes in a step with
-    chunks of prompts, where the kernel that takes both is slower for them. llmpq's are two."""
+    chunks of prompts. 1 for llmpq, which has a kernel for each; imported costs of engines with
+    one kernel for both may have more."""
     sampled_v: tuple[int, int] | None = None
     """Smallest and largest micro-batch that was measured; None for an estimate."""
     sampled_length: tuple[int, int] | None = None
@@ -210,8 +213,8 @@ class LatencyEntry(FileForm):
         length = taken_length(self.phase, length, self.padded_to)
         at = self._device_s(v=v, length=length)
         before = [r.terms.get("v*s*p", 2 * r.terms.get("v*s^2", 0.0)) for r in self.regimes]
-        walked = [r.terms.get("p", 0.0) for r in self.regimes]
-        return [(s, c * v * length + walk) for s, c, walk in zip(at, before, walked, strict=True)]
+        walks = [r.terms.get("p", 0.0) for r in self.regimes]
+        return [(s, c * v * length + walk) for s, c, walk in zip(at, before, walks, strict=True)]
 
     def keys_before(self, start: Tokens, length: float) -> Tokens:
         """Return the keys before a chunk of `length` tokens that each of them sees, on average."""
@@ -307,7 +310,7 @@ class CostModel(FileForm):
     """Between nodes of a cluster, each direction; they come before those of kinds."""
     versions: Mapping[str, str] = {}
     cpu_activations: CpuActivations = "exact"
-    """What weights of few bits met on the CPUs among the devices."""
+    """How activations were rounded on the CPUs among the devices (memory.py)."""
 
     @cached_property
     def _by_key(self) -> dict[tuple[object, ...], LatencyEntry]:

@@ -3,7 +3,7 @@
 A plain `pip install` plans; running, serving and measuring import what the extras `run`, `serve`,
 `gpu` and others bring. Standard library only.
 
-    pip install 'llmpq[run]'        # adds to the llmpq that is installed, wherever it came from
+    pip install 'llmpq[run]'        # adds to the llmpq that is installed, from source or not
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "PyYAML"}
 def require_modules(*names: str) -> None:
     """Raise `ModuleNotFoundError` for the first module that is not installed; imports none.
 
-    For commands whose child processes import them, and would say it in their own way.
+    For commands whose child processes import them: there the error would be a traceback.
     """
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -53,10 +53,11 @@ def _extras_with(package: str) -> list[str]:
     for line in required:
         name = re.match(r"[A-Za-z0-9._-]+", line)
         extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)['\"]", line)
-        if name and extra and _plain(name[0]) == _plain(package):
+        if name and extra and _normalized(name[0]) == _normalized(package):
             found.append(extra[1])
     return found
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
+    """Return a distribution's name as PEP 503 compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()

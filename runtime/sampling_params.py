@@ -63,6 +63,7 @@ class SamplerConfig:
         return self.temperature == 0.0
 
 
+# Fields of `StructuredOutputsParams`, of which one is set.
 GUIDES = ("json", "regex", "choice", "grammar", "json_object", "calls")
 
 
@@ -97,7 +98,7 @@ class StructuredOutputsParams:
         self.guide()
 
     def guide(self) -> Guide:
-        """Return what the last stage gets."""
+        """Return the guide as the last stage gets it: its kind, and one text."""
         if self.json_object:
             return Guide(kind="json", text=_schema_text({"type": "object"}))
         if self.json is not None:
@@ -127,7 +128,7 @@ class StructuredOutputsParams:
 
 
 def require_whole(text: str, what: str) -> None:
-    """Raise `ValueError` for a text with half a character: no tokens have it."""
+    """Raise `ValueError` for a text with half a character (a lone surrogate): no tokens have it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -138,6 +139,7 @@ def require_whole(text: str, what: str) -> None:
 
 
 def _text(name: str, given: object) -> str:
+    """Return what was given as a text of whole characters; `ValueError` for anything else."""
     if not isinstance(given, str):
         raise ValueError(f"{name} must be a text, got {given!r:.100}")
     require_whole(given, f"the {name}")
@@ -152,6 +154,7 @@ def _tools(given: object) -> list[tuple[str, Any]]:
 
 
 def _tool(tool: object) -> tuple[str, Any]:
+    """Return name and schema of one tool."""
     pair: object = tool
     if isinstance(tool, Mapping):
         own = tool.get("function", tool)
@@ -248,7 +251,7 @@ class SamplingParams:
     """What the text must be: JSON of a schema, a match of a regex, one of some texts, ..."""
 
     def __post_init__(self) -> None:
-        _take_plain(self)
+        _use_plain_numbers(self)
         _check_counts(self)
         _check_numbers(self)
         _check_texts("stop", self.stop)
@@ -276,7 +279,7 @@ class SamplingParams:
         timeout_s: object = self.timeout_s
         if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
             raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-        self.choice(0)
+        self.choice(0)  # refuses what a sampler cannot do
 
     def clone(self) -> Self:
         """Return a copy."""
@@ -288,7 +291,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def choice(self, seed: int) -> SamplerConfig:
-        """Return how the tokens of one answer are chosen, from this seed on."""
+        """Return how the tokens of one answer are chosen, which draws from this seed on."""
         return SamplerConfig(
             temperature=float(self.temperature),
             top_k=self.top_k if self.top_k > 0 else None,
@@ -298,10 +301,11 @@ class SamplingParams:
         )
 
 
-def _taking_vllms(kind: type[Any], table: Mapping[str, Other]) -> Callable[..., None]:
-    """Return a class's `__init__` with the arguments of vLLM's whose values change nothing.
+def _init_with_vllm_names(kind: type[Any], table: Mapping[str, Other]) -> Callable[..., None]:
+    """Return a class's `__init__` that also takes vLLM's arguments, where they change nothing here.
 
-    It says which field is nearest to a name that is none.
+    `table`: those arguments, and the values that change nothing. `TypeError` for a name that is
+    neither's, with the nearest one.
     """
     own: Callable[..., None] = kind.__init__
     known, called = kind.__dataclass_fields__, kind.__name__
@@ -320,7 +324,7 @@ def _taking_vllms(kind: type[Any], table: Mapping[str, Other]) -> Callable[..., 
 
 
 for _kind, _table in ((SamplingParams, VLLM_SAMPLING), (StructuredOutputsParams, VLLM_GUIDES)):
-    setattr(_kind, "__init__", _taking_vllms(_kind, _table))  # noqa: B010 (a method)
+    setattr(_kind, "__init__", _init_with_vllm_names(_kind, _table))  # noqa: B010 (a method)
 
 
 _COUNTS = {
@@ -342,6 +346,7 @@ _NUMBERS = (
     "frequency_penalty",
     "repetition_penalty",
 )
+"""Fields that are numbers and have a default."""
 
 
 def whole_number(value: object) -> int | None:
@@ -382,8 +387,11 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _take_plain(params: SamplingParams) -> None:
-    """Put Python's own numbers for those of arrays; what is of no right type stays."""
+def _use_plain_numbers(params: SamplingParams) -> None:
+    """Replace numbers of NumPy and torch by Python's own.
+
+    A number of a wrong type stays, for the checks; a list or a flag of one is a `ValueError`.
+    """
     plain: dict[str, Any] = {}
     for name in (*_COUNTS, "seed"):
         plain[name] = whole_number(getattr(params, name))

@@ -35,7 +35,11 @@ def _nearest(x):
 
 @triton.jit
 def _codes(y, BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr):
-    """Codes and scale of the groups of y [R, G, 128 or 64], the last axis a group."""
+    """Atom's codes [R, G, 128 or 64] and scales [R, G] of y, whose last axis is a group.
+
+    SIGNED: scales have the sign that gives the largest value the code -half, which symmetric
+    grids leave unused. CLIP: the share of the largest value that the grid reaches.
+    """
     half: tl.constexpr = 2 ** (BITS - 1)
     high = tl.max(y, axis=2)
     low = tl.min(y, axis=2)
@@ -81,7 +85,7 @@ def round_input_kernel(
     HAS_INDEX: tl.constexpr,
     COMPRESSED: tl.constexpr,
 ):
-    """A token's channels in order, rounded."""
+    """Round a token's channels in the order of INDEX: normal ones by groups, then the outliers."""
     row = tl.program_id(0).to(tl.int64)
     x_row = X + row * x_stride
     # normal channels, all groups of the row at once
@@ -113,7 +117,7 @@ def round_input_kernel(
 
 @triton.jit
 def _ordered(x_row, INDEX, place, live, HAS_INDEX: tl.constexpr):
-    """Channels in order, zero where not live."""
+    """A token's channels at places of the order of INDEX in float32, zero where not live."""
     channel = place
     if HAS_INDEX:
         channel = tl.load(INDEX + place, mask=live, other=0)
@@ -123,7 +127,7 @@ def _ordered(x_row, INDEX, place, live, HAS_INDEX: tl.constexpr):
 
 @triton.jit
 def _scales(sw_at, sa_at):
-    """The factor of a tile's integer sums, [N, M]."""
+    """Scales of w times scales of the inputs, [N, M]: the factor of a tile's integer sums."""
     return tl.load(sw_at).to(tl.float32)[:, None] * tl.load(sa_at)[None, :]
 
 
@@ -153,7 +157,7 @@ def atom_gemm_kernel(
     """Y [M, N] = A W^T with scales; BLOCKS k-groups of 128, PARTS scales in each (0: one a row)."""
     pid = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
-    # GROUP_N row blocks of w walk the tokens together, so that both operands are met in L2.
+    # GROUP_N row blocks of w walk the tokens together, so that both operands are found in L2.
     width = GROUP_N * tiles_m
     first_n = pid // width * GROUP_N
     count_n = tl.minimum(tl.cdiv(N, BLOCK_N) - first_n, GROUP_N)

@@ -1,7 +1,10 @@
 """Attention of decoding rows over a pool of KV blocks on the CPU, without gathering them.
 
-Our own code (kernels/native/attend.h) where it was compiled; `gathered` is its twin in torch, and
-serves where it was not. Legend: B rows, H query heads, G key/value heads, D head_dim.
+llmpq's C++ (kernels/native/attend.h) where it was compiled; `attend_gathered` is its twin in torch,
+and runs where it was not.
+
+Legend: B rows, M blocks of the longest table, N tokens: places of the pool, or of the longest row,
+H query heads, G key/value heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ class BlockRows:
     """Where the tokens of each row are, and how many it has with its query."""
 
     tables_BM: Tensor
-    """int64 [B, blocks]: a row's blocks in the order of its tokens; anything behind its last."""
+    """int64 [B, M]: a row's blocks in the order of its tokens; behind its last one any number."""
     ends_B: Tensor
     """int64 [B], at least 1."""
 
@@ -38,7 +41,8 @@ class BlockRows:
     def gathered(self, pool_NGD: Tensor) -> Tensor:
         """Return the rows' tokens [B, G, longest, D], zeros behind a row's end.
 
-        What is there may be another request's, and not finite: a share of 0 would not end it.
+        Places behind a row's end may hold another request's values, NaN too, which a probability
+        of 0 would not cancel.
         """
         blocks = pool_NGD.view(-1, BLOCK_TOKENS, *pool_NGD.shape[1:])
         whole = blocks.index_select(0, self.tables_BM.flatten())
@@ -58,7 +62,7 @@ def attend_blocks(
     window: int = 0,
     alibi_slopes_H: Tensor | None = None,
 ) -> Tensor:
-    """Return [B, H, D] of each row's query over its blocks of the pool [places, G, D].
+    """Return [B, H, D] of each row's query over its blocks of the pool [N, G, D].
 
     The query sees its row's last `window` tokens, all for 0. Slopes: as in
     runtime/models/attention.py.
@@ -94,7 +98,7 @@ def attend_blocks(
 
 
 def native_takes(q_BHD: Tensor, k_NGD: Tensor) -> bool:
-    """Whether our own code computes this."""
+    """Whether the C++ computes this."""
     return (
         k_NGD.device.type == "cpu"
         and q_BHD.dtype == k_NGD.dtype

@@ -16,8 +16,7 @@ from torch.nn import functional
 from llmpq.kernels.atom.reference import rounded
 from llmpq.kernels.cpu.native_layer import Matrix
 from llmpq.kernels.cpu.native_linear import linear_cpu, multiplies, rows_at_once
-from llmpq.kernels.formats import cpu_layout
-from llmpq.kernels.formats import weight_layout as formats
+from llmpq.kernels.formats import cpu_layout, weight_layout
 from llmpq.kernels.formats.atom_rounding import Grid
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.weight_layout import (
@@ -52,7 +51,7 @@ class QuantizedWeight(Weight):
     zero: Tensor | None
     layout: Layout
     activation_bits: int = 16
-    """What x is rounded to, a group of 128, where our own code multiplies on a CPU."""
+    """Bits that x is rounded to, in groups of 128, where llmpq's C++ multiplies; 16: it is not."""
 
     @property
     def symmetric(self) -> bool:
@@ -66,17 +65,17 @@ class QuantizedWeight(Weight):
 
     @property
     def device(self) -> torch.device:
-        """Where the planes are."""
+        """The device of the planes."""
         return self.scale.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The scales'."""
+        """The dtype of the scales."""
         return self.scale.dtype
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Planes, scales, zeros; their bytes are `WeightScheme.nbytes`."""
+        """Planes, scales and zeros by name; their bytes together are `WeightScheme.nbytes`."""
         planes = {f"plane{i}": plane for i, plane in enumerate(self.planes)}
         found = planes | {"scale": self.scale}
         return found if self.zero is None else found | {"zero": self.zero}
@@ -89,7 +88,7 @@ class QuantizedWeight(Weight):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What its tensors do not say of themselves, for a file."""
+        """What a file has to state beside the tensors to make the weight again (`of_shape`)."""
         return {
             "bits": self.bits,
             "group_size": self.group_size,
@@ -115,7 +114,7 @@ class QuantizedWeight(Weight):
 
     @property
     def kernel_form(self) -> KernelForm:
-        """By the size of groups and where the bytes lie."""
+        """The form of words that kernel_table.py lists kernels for: by groups and by layout."""
         if self.group_size not in SMALL:
             return KernelForm.WORDS
         if self.layout is Layout.ROWS:
@@ -124,12 +123,13 @@ class QuantizedWeight(Weight):
 
     @property
     def needs_dtype(self) -> torch.dtype | None:
-        """The scales'."""
+        """The dtype of the scales, which x has to have."""
         return self.scale.dtype
 
     @property
     def expert_key(self) -> tuple[object, ...] | None:
-        """Of whole blocks of words with one scale a k-group or a row: what they have in common."""
+        """What must be equal in a stack of experts; None but for whole blocks of FRAGMENT words
+        with one scale a k-group or a row."""
         whole = self.out_features % BLOCK_ROWS == 0 and self.group_size in (None, GROUP)
         if not whole or self.layout is not Layout.FRAGMENT:
             return None
@@ -138,13 +138,13 @@ class QuantizedWeight(Weight):
 
     @property
     def relocates(self) -> bool:
-        """It was packed here, into memory of its own."""
+        """True: it was packed by llmpq, into memory of its own, not mapped from a file."""
         return True
 
     def multiply(
         self, x_MK: Tensor, bias: Tensor | None, residual_MN: Tensor | None, into_residual: bool
     ) -> Tensor:
-        """By the kernel that kernel_table.py names."""
+        """Multiply rows [M, K] by the kernel that kernel_table.py names for device and form."""
         if not x_MK.is_cuda:
             y_MN = linear_cpu(x_MK, self, bias)
             return y_MN if residual_MN is None else y_MN + residual_MN
@@ -168,8 +168,11 @@ class QuantizedWeight(Weight):
         )
 
     def as_draft(self, mode: DraftMode) -> Weight:
-        """Of 4 bits for `qspec`: the weight with inputs rounded to 4 bits; of 8 for `w4kv4`: a copy
-        of 4 bits."""
+        """Return what drafts multiply by: itself, but in two modes.
+
+        `qspec`: a weight of 4 bits with its inputs rounded to 4 bits. `w4kv4`: a copy in 4 bits of
+        one of 8.
+        """
         if mode == "qspec" and self.bits == 4:
             return RoundedInputs(self)
         if mode == "w4kv4" and self.bits == 8:
@@ -177,11 +180,14 @@ class QuantizedWeight(Weight):
         return self
 
     def with_rounded_inputs(self, bits: int) -> QuantizedWeight:
-        """Return the weight that rounds x to `bits` where our own code multiplies on a CPU."""
+        """Return the weight that rounds x to `bits` where llmpq's C++ multiplies on a CPU."""
         return replace(self, activation_bits=bits)
 
     def stored_rows(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Codes, scales and zeros; `ValueError` where a row has no whole groups."""
+        """Return codes [N, K], scales and zeros [N, G] for a compressed-tensors file.
+
+        `ValueError` where a row has no whole groups.
+        """
         k, size = self.in_features, self.group_size
         if size is not None and k % size:
             raise ValueError(
@@ -195,7 +201,7 @@ class QuantizedWeight(Weight):
         return rows
 
     def native_matrix(self, dtype: torch.dtype) -> Matrix | None:
-        """Return the weight as a layer of our own C++ takes it; None where that cannot."""
+        """Return the weight as a layer of llmpq's C++ takes it; None where it cannot."""
         if dtype not in DTYPE_CODES or not multiplies(self):
             return None
         return Matrix(
@@ -213,7 +219,7 @@ class QuantizedWeight(Weight):
 
     @classmethod
     def stack(cls, pieces: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Return weights of one scheme, one below the other; with zeros if one has some."""
+        """Return weights of one scheme as one of all their rows, with zeros if one has some."""
         symmetric = all(piece.symmetric for piece in pieces)
         return pieces[0]._repacked(
             torch.cat([piece.codes() for piece in pieces]),
@@ -224,6 +230,7 @@ class QuantizedWeight(Weight):
     def _repacked(
         self, codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None
     ) -> QuantizedWeight:
+        """Return a weight of the same scheme and layout with other codes, scales and zeros."""
         made = from_codes(
             codes_NK,
             scale_NG.contiguous(),
@@ -236,14 +243,16 @@ class QuantizedWeight(Weight):
         return replace(made, activation_bits=self.activation_bits)
 
     def of_rows(self, runs: Sequence[tuple[int, int]]) -> QuantizedWeight:
-        """Return some rows, packed anew."""
+        """Return the rows of runs (first, end), packed anew."""
         rows = torch.cat([torch.arange(*run, device=self.device) for run in runs])
         zero_NG = None if self.zero is None else self.zero_NG()[rows]
         return self._repacked(self.codes()[rows], self.scale_NG()[rows], zero_NG)
 
     def of_columns(self, start: int, stop: int) -> QuantizedWeight:
-        """Return inputs start..stop, packed anew; groups that they begin inside of are cut finer,
-        each with the scale that it had."""
+        """Return columns (inputs) start..stop, packed anew.
+
+        Where `start` is inside a group, all groups are cut into finer ones that keep its scale.
+        """
         group, width = self.group_size, stop - start
         wide = padded_k(width)
         codes_NK = functional.pad(self.codes()[:, start:stop], (0, wide - width))
@@ -276,7 +285,7 @@ class QuantizedWeight(Weight):
             return cpu_layout.unpack_cpu(rows[0], self.bits, stop - start)
         if self.layout is Layout.CPU_PANELS:
             return cpu_layout.unpack_panels(rows[0], self.bits, stop - start)
-        return formats.unpack(rows, self.bits, self.layout, stop - start)
+        return weight_layout.unpack(rows, self.bits, self.layout, stop - start)
 
     @classmethod
     def fragment(
@@ -289,7 +298,7 @@ class QuantizedWeight(Weight):
         out_features: int,
         in_features: int,
     ) -> QuantizedWeight:
-        """Rebuild a FRAGMENT weight from what a custom op can carry."""
+        """Return the FRAGMENT weight of what a custom op can carry (`quantized_linear`)."""
         return cls(
             bits=bits,
             group_size=None if per_channel else GROUP,
@@ -306,7 +315,7 @@ class QuantizedWeight(Weight):
 
         Rows past a FRAGMENT weight's last full block are ROWS.
         """
-        full = self.out_features // formats.BLOCK_ROWS * formats.BLOCK_ROWS
+        full = self.out_features // BLOCK_ROWS * BLOCK_ROWS
 
         def run(flat: Tensor) -> Tensor:
             return flat[self._row_run(flat, start, stop)]
@@ -325,7 +334,7 @@ class QuantizedWeight(Weight):
 
         A symmetric weight has no zeros; its scales stand in, so that kernels get some pointer.
         """
-        full = self.out_features // formats.BLOCK_ROWS * formats.BLOCK_ROWS
+        full = self.out_features // BLOCK_ROWS * BLOCK_ROWS
 
         def words(flat: Tensor) -> Tensor:
             return flat[: flat.numel() // self.out_features * full].view(torch.int32)
@@ -335,8 +344,9 @@ class QuantizedWeight(Weight):
         return planes, scale, scale if self.zero is None else words(self.zero)
 
     def _row_run(self, plane: Tensor, start: int, stop: int) -> slice:
-        row_bytes = plane.numel() // self.out_features
-        return slice(start * row_bytes, stop * row_bytes)
+        """Return where the rows are in a plane, or in the scales or zeros, as flat elements."""
+        per_row = plane.numel() // self.out_features
+        return slice(start * per_row, stop * per_row)
 
     def scale_NG(self) -> Tensor:
         """Return the scales [N, G]."""
@@ -388,14 +398,16 @@ class QuantizedWeight(Weight):
         )
 
     def _better_on(self, device: torch.device) -> bool:
-        """Whether a CPU is not fastest with rows of a checkpoint, or another CPU's layout."""
+        """Whether a CPU is faster with another layout than this one, a checkpoint's or another
+        CPU's."""
         if device.type != "cpu" or self.layout not in (Layout.ROWS, *NATIVE):
             return False
         best = best_layout(device, self.scale.dtype, self.group_size)
         return best in NATIVE and best is not self.layout
 
     def _unflatten(self, flat: Tensor) -> Tensor:
-        return formats.unpack_scales(flat, self.layout, self.out_features)
+        """Return scales or zeros as [N, G]."""
+        return weight_layout.unpack_scales(flat, self.layout, self.out_features)
 
 
 def from_codes(
@@ -433,7 +445,7 @@ def from_codes(
     elif layout is Layout.CPU_PANELS:
         planes = (cpu_layout.pack_panels(codes_NK, bits),)
     else:
-        planes = formats.pack(codes_NK, bits, layout)
+        planes = weight_layout.pack(codes_NK, bits, layout)
 
     return QuantizedWeight(
         bits=bits,
@@ -441,14 +453,14 @@ def from_codes(
         out_features=n,
         in_features=in_features,
         planes=planes,
-        scale=formats.pack_scales(scale_NG, layout),
-        zero=None if zero_NG is None else formats.pack_scales(zero_NG, layout),
+        scale=weight_layout.pack_scales(scale_NG, layout),
+        zero=None if zero_NG is None else weight_layout.pack_scales(zero_NG, layout),
         layout=layout,
     )
 
 
 def native_layout(group_size: int | None) -> Layout:
-    """Return which of our own layouts the library of this CPU is quickest with."""
+    """Return which of the CPU layouts llmpq's C++ is quickest with on this CPU."""
     found = library()
     panels = found is not None and group_size in (None, GROUP) and bool(found.llmpq_panels())
     return Layout.CPU_PANELS if panels else Layout.CPU
@@ -465,7 +477,8 @@ def best_layout(device: torch.device, dtype: torch.dtype, group_size: int | None
 
 @dataclass(frozen=True, eq=False)
 class RoundedInputs(Weight):
-    """A 4-bit weight whose input is rounded to 4 bits, too, per token and group of 128."""
+    """A 4-bit weight whose inputs are rounded to 4 bits, too, per token and group of 128: what the
+    drafts of `qspec` multiply by."""
 
     weight: QuantizedWeight
 
@@ -476,27 +489,27 @@ class RoundedInputs(Weight):
 
     @property
     def out_features(self) -> int:
-        """N."""
+        """N, outputs."""
         return self.weight.out_features
 
     @property
     def in_features(self) -> int:
-        """K."""
+        """K, inputs."""
         return self.weight.in_features
 
     @property
     def dtype(self) -> torch.dtype:
-        """The weight's."""
+        """The dtype of the scales."""
         return self.weight.dtype
 
     @property
     def kernel_form(self) -> KernelForm:
-        """The weight's."""
+        """The form of the weight's words."""
         return self.weight.kernel_form
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The weight's."""
+        """The tensors of the weight."""
         return self.weight.tensors
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> RoundedInputs:

@@ -1,7 +1,7 @@
 """The one way in which every command of llmpq declares, shows and refuses its flags.
 
-A room's `cli/` declares each flag once, with whatever makes it say nothing beside it, and turns the
-parsed words into a frozen request; argparse is used in `cli/` only. Standard library only.
+A package's `cli/` declares each flag once, with the conditions under which it has an effect, and
+makes of the parsed words a frozen request; argparse is used in `cli/` only. Standard library only.
 
     parser = CommandParser("llmpq-profile run", "Time the layers of a model on this machine.",
                            example="llmpq-profile --model llama-3.1-8b --cluster my.yaml -o c.json")
@@ -104,11 +104,11 @@ _READ: Mapping[Any, Callable[[str], Any]] = {int: whole_number, float: number, P
 
 @dataclass(frozen=True)
 class Idle:
-    """A flag of another program that asks for what is so anyway."""
+    """A flag of another program (vLLM's, say) that asks for what llmpq does anyway."""
 
     why: str
     values: tuple[str, ...] | None = ()
-    """Values with which it changes nothing; none: it takes no value; None: with any."""
+    """Values with which it changes nothing; (): it takes no value; None: with any."""
 
 
 class Section:
@@ -221,7 +221,7 @@ class CommandParser:
         only: tuple[Only, ...],
         appends: bool,
     ) -> None:
-        """Note what `Section.flag` declared; `appends`: every use adds a value."""
+        """Take over what `Section.flag` declared; `appends`: every use adds a value."""
         self._parser.shown[action] = listed
         self._actions.append(action)
         if appends:
@@ -353,9 +353,11 @@ class CommandParser:
         return "\n".join([*lines, "", f"example: {self._example}", ""])
 
     def _hides(self) -> bool:
+        """Whether `--help` leaves out flags."""
         return any(action not in self._daily for action in self._parser.shown)
 
     def _usage(self) -> str:
+        """Return the usage line: positional words and required flags."""
         words = [self.program]
         for action in self._actions:
             if not action.option_strings:
@@ -384,13 +386,14 @@ class CommandParser:
         return self._others.get(_spellings(flag)[-1])
 
     def _repeated(self, word: str, argv: Sequence[str]) -> str | None:
-        """Return the flag that a word stands behind a value of, if it is given once a value."""
+        """Return the last flag before a word, if it takes one value each time it is given."""
         words = argv[: list(argv).index(word)]
         before = [one.partition("=")[0] for one in words if one.startswith("-")]
         flags = {name for action in self._appended for name in action.option_strings}
         return before[-1] if before and before[-1] in flags else None
 
     def _unknown(self, word: str, argv: Sequence[str]) -> ValueError:
+        """Return the error of a word that is no flag or value, with what was probably meant."""
         if not word.startswith("-"):
             flag = self._repeated(word, argv)
             flag = self._flag_of(word) if flag is None and self._flag_of is not None else flag
@@ -423,12 +426,13 @@ def _is_like(typed: str, flag: str) -> bool:
 
 
 def _shares_most(words: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether more than half of the letters are in words that the others have, too."""
     shared = [word for word in words if any(_same(word, other) for other in others)]
     return 2 * len("".join(shared)) > len("".join(words))
 
 
 def _same(word: str, other: str) -> bool:
-    """Whether one word is the other, or three letters of its beginning and more (`len`)."""
+    """Whether one word is the other, or its first three letters or more (`len`, `length`)."""
     short, long = sorted((word, other), key=len)
     return word == other or (len(short) > 2 and long.startswith(short))
 
@@ -449,7 +453,7 @@ def _edits(a: str, b: str) -> int:
 
 
 def exit_codes_lines() -> list[str]:
-    """Return what the exit codes of every command say, as --help has it."""
+    """Return the lines of --help that list the exit codes, the same for every command."""
     said = ", ".join(f"{int(code)} {words}" for code, words in EXIT_CODES.items())
     return textwrap.wrap(f"exit codes: {said}", width=96)
 
@@ -493,7 +497,7 @@ def end_of(
     err: IO[str] | None = None,
     own_process: bool = False,
 ) -> int:
-    """Run a command and return its exit code; whatever ends it early is one sentence on stderr.
+    """Run a command and return its exit code; what ends it early is one sentence on stderr.
 
     SIGTERM and SIGHUP end it as Ctrl-C does: what it has started goes with it. `extras`: those of
     pyproject.toml that the command needs. `spelled` brings the sentence's flags to the spelling
@@ -519,7 +523,7 @@ def end_of(
             raise
         message, code = missing, ExitCode.USAGE
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads(sys.stdout):
+        if isinstance(error, BrokenPipeError) and _reader_is_gone(sys.stdout):
             return CUT_SHORT
         message, code = refusal(error), ExitCode.USAGE
     except (RuntimeError, MemoryError) as error:
@@ -532,7 +536,7 @@ def end_of(
     return int(code)
 
 
-def _nobody_reads(out: IO[str]) -> bool:
+def _reader_is_gone(out: IO[str]) -> bool:
     """Whether a pipe's reader is gone (`| head`); what is left for it is dropped in silence."""
     try:
         ends = select.poll()
@@ -578,12 +582,13 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """A long flag with dashes and with underscores; a short one as it is."""
+    """Return a long flag with dashes and with underscores; a short one as it is."""
     if not name.startswith("--"):
         return (name,)
     return name, "--" + name[2:].replace("-", "_"), "--" + name[2:].replace("_", "-")
 
 
 def _dest(names: Sequence[str]) -> str:
+    """Return the attribute that argparse sets for a flag: its first long name."""
     long = next((name for name in names if name.startswith("--")), names[0])
     return long.lstrip("-").replace("-", "_")

@@ -13,12 +13,14 @@ from llmpq.families.common.spec_values import Recurrent
 from llmpq.model_spec import ModelSpec
 
 PAIRED_TOKENS = 64
-"""Tokens of a prompt that recurrent layers look at in pairs (runtime/models/recurrence.py, on GPUs
-kernels/recurrent/state_scan.py)."""
+"""Tokens of a block of a prompt within which recurrent layers compute all pairs of tokens at once
+(runtime/models/recurrence.py, on GPUs kernels/recurrent/state_scan.py)."""
 PAIRED_BY_CHANNEL = 16
-"""... where every channel of keys has a decay of its own: a pair is as many products."""
+"""Tokens of such a block where every channel of keys has a decay of its own (KDA), so that a pair
+takes a product for each channel."""
 NOTED_TOKENS = 7
-"""Tokens of a request that may be drafts at once: `plan.MAX_GAMMA`, as a test holds."""
+"""Drafted tokens of a request whose inputs are kept until they are accepted or refused; as many as
+may be drafted at once (`plan.MAX_GAMMA`, which a test compares)."""
 
 
 def layers_with_state(spec: ModelSpec, layers: Iterable[int]) -> list[int]:
@@ -40,9 +42,10 @@ def state_bytes(spec: ModelSpec, layers: Iterable[int], *, slots: int, dtype_byt
 
 
 def note_bytes(spec: ModelSpec, layers: Iterable[int], *, slots: int, dtype_bytes: int) -> int:
-    """Return the bytes of notes of drafts, which layers with state may have to take back.
+    """Return the bytes of what is kept to take drafted tokens back out of the states.
 
-    One layer's more, which all of them work in.
+    A state cannot be cut as KV can: each layer notes its inputs of the drafts, and moves its state
+    on by the accepted ones. One layer's notes more are the room in which all of them work.
     """
     if spec.recurrent is None:
         return 0
@@ -52,11 +55,11 @@ def note_bytes(spec: ModelSpec, layers: Iterable[int], *, slots: int, dtype_byte
 
 
 def recurrence_bytes(form: Recurrent, rows: int, row_tokens: int) -> int:
-    """Return what a step's recurrence needs beside its matrices, mostly float32.
+    """Return the bytes of a step's temporaries in a recurrent layer, counted as float32.
 
-    What is convolved and what comes of it; queries and keys for every head; values, what is read
-    and its gate; decays of channels. Of a chunk the pairs of its tokens thrice, of rows of one
-    token their states.
+    Per token: the convolution's inputs and outputs; queries and keys of every head; values, the
+    recurrence's output and its gate; decays of channels. A chunk has three matrices of its pairs of
+    tokens, rows of one token have a copy of their states each.
     """
     wide = 3 * form.channels + 2 * form.heads * form.key_dim + 4 * form.inner
     by_channel = form.decays > form.heads

@@ -1,18 +1,24 @@
 """Checks a plan against its certificate: a small program of the standard library alone.
 
 A certificate (planner/solving/certificate.py writes it) has tables of what layers, messages and
-memory take, which are given, and a tree of parts of all plans of
+memory take, which are taken as given, and a tree that divides all plans into parts, whose value is
 
     F = A P + Bd D + sum tp + hops + wS S + Z max(md D, S + way back) + theta sum omega
 
 (planner/evaluate/objective.py). Each part has multipliers. P and D, the slowest stages' times, are
 at least any weighted mean of all stages'; max(md D, S) is at least kappa md D + (1 - kappa) S;
-bytes above a device's memory have a price, as has a loss above the budget. What is left is a sum
-over layers, each at its cheapest choice: of all devices together (for any micro-batch sizes), or of
-a shortest path over stages (one pair of sizes, P and D in a range). Of engines that share a job it
-has such a tree for the rows that each cannot do in less than the bound: so disjoint ones do fewer
-than all together. Seconds are whole numbers of
-units, multipliers of PRICE, both rounded so that a bound stays one.
+bytes above a device's memory have a price, as has a loss above the budget (a Lagrangian
+relaxation). What is left is a sum over layers, each at its cheapest choice: of all devices together
+(for any micro-batch sizes), or of a shortest path over stages (one pair of sizes, P and D in a
+range).
+
+Where several engines share a job, there is such a tree for each of some engines: it proves how many
+rows that engine cannot do within the bound. Disjoint engines then do fewer rows than the job has.
+
+Seconds are whole numbers of 1/UNIT, multipliers of 1/PRICE, both rounded so that a bound stays one.
+
+c: a certificate.  v: a variant, its tables for one KV precision and prompt chunk.  k: a class of
+devices.  i: a layer.  b: a choice of bits.  eta, xi: places of a prefill and a decode size.
 """
 
 from __future__ import annotations
@@ -27,8 +33,9 @@ from math import floor, prod
 from typing import Any
 
 UNIT, PRICE, NEVER = 2**80, 2**40, 2**200
+"""Units of a second, and of a multiplier of 1; the units that stand for impossible."""
 CLOSE = Fraction(1, 10**9)
-"""Relative difference of sums that were rounded otherwise."""
+"""Relative difference that sums of floats may have for being rounded in another order."""
 MOST_WAVES = 4
 """Waves in which an engine may run its rows."""
 MOST_STATES = 64
@@ -38,12 +45,12 @@ Range = tuple[int, int | None]
 
 
 class Refused(ValueError):
-    """What does not hold."""
+    """Says what of a plan or its certificate does not hold."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What holds: the value of the plan, its seconds, and that no plan has less than the bound."""
+    """What was found to hold: a plan's value and seconds, and that no plan is below the bound."""
 
     value: float
     time_s: float
@@ -52,7 +59,7 @@ class Verified:
 
 
 def digest(data: Data) -> str:
-    """Return the SHA-256 of data but its own, as sorted JSON."""
+    """Return the SHA-256 of data as sorted JSON, without the field that holds it."""
     kept = {key: value for key, value in data.items() if key != "sha256"}
     text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -91,7 +98,7 @@ def _agree(what: str, stated: float, found: Fraction) -> None:
 
 
 def _engines(plan: Data, c: Data) -> tuple[Fraction, Fraction]:
-    """Return the value of engines that share a job, and when the last has ended its rows."""
+    """Return the value of engines that share a job, and the seconds until the last has ended."""
     names, rows, values = list[str](), 0, list[tuple[Fraction, Fraction]]()
     known = {name for one in c["classes"] for name in one["devices"]}
     for engine, own in zip(plan["engines"], c["engines"], strict=True):
@@ -113,7 +120,7 @@ def _engines(plan: Data, c: Data) -> tuple[Fraction, Fraction]:
 
 
 def topology_bound(c: Data) -> int:
-    """Bound all engines: every row passes every layer on some device, where that is quickest.
+    """Bound all sets of engines: every row passes every layer on the device quickest for it.
 
     A step of more rows takes no less, and a row of it no more, so sizes between those of the table
     take as long as the one below in as many steps as the one above needs.
@@ -139,11 +146,12 @@ def topology_bound(c: Data) -> int:
 
 
 def engine_bounds(c: Data) -> tuple[int, int]:
-    """Bound all engines by what those that a proof is of take for its rows: parts, and the bound.
+    """Return how many parts the proofs have, and a bound of all sets of engines.
 
-    An engine takes no less for more rows, and not for having fewer of the devices. So below the
-    least bound of all proofs each does fewer rows than a proof of its devices, or of more, is of;
-    if disjoint engines do fewer than all rows together, no engines are below it.
+    A proof says: an engine of these devices takes at least so long for so many rows. With fewer of
+    the devices, or for more rows, an engine takes no less. So an engine that ends below the least
+    bound of all proofs does fewer rows than any proof of its devices, or of more, is about; if
+    disjoint engines that do so many rows at most cannot do all, no set of engines is below it.
     """
     classes = {name: k for k, one in enumerate(c["classes"]) for name in one["devices"]}
     counts = [len(one["devices"]) for one in c["classes"]]
@@ -169,7 +177,7 @@ def engine_bounds(c: Data) -> tuple[int, int]:
 
 
 def _wave_bounds(c: Data, one: Data, waves: int) -> list[int]:
-    """Return the bounds of all parts of a wave of an engine's rows."""
+    """Return the bounds of all parts of the tree of one wave: an engine's rows, over `waves`."""
     batch, found = -(-c["rows"] // waves), list[int]()
     for v, tree in zip(one["variants"], one["proof"], strict=True):
         for phase in ("prefill", "decode"):
@@ -228,7 +236,7 @@ def _value(plan: Data, c: Data) -> tuple[Fraction, Fraction]:
         loss += sum(map(Fraction, omega))
         size = sum(v["layer_bytes"][i % len(v["layer_bytes"])][b] for i, b in layers)
         dense = {c["choices"][b].startswith("w16") for b in choices}
-        sort = 2 if len(dense) == 2 else int(False in dense)
+        sort = 2 if len(dense) == 2 else int(False in dense)  # all in 16 bits, none, some
         room = own["room"][k][j == 0][end == len(v["omega"])][sort]
         _require(size <= room, f"stage {name}: its layers take {size} bytes of {room}")
         memory = sum(c["weights"][i][b] for i, b in layers)
@@ -249,7 +257,7 @@ def _value(plan: Data, c: Data) -> tuple[Fraction, Fraction]:
 
 
 def _time(plan: Data, c: Data, v: Data, stages: Sequence[tuple[int, list[int]]]) -> Fraction:
-    """Return the seconds of a job."""
+    """Return the seconds of a job by F of a pipeline's stages: (class, choices of its layers)."""
     ring, ends = list(pairwise(k for k, _ in stages)), (stages[-1][0], stages[0][0])
     sums, slow, back = list[Fraction](), list[Fraction](), list[Fraction]()
     counts = list[int]()
@@ -278,7 +286,10 @@ def _time(plan: Data, c: Data, v: Data, stages: Sequence[tuple[int, list[int]]])
 
 
 class TermCounts:
-    """How often times count in F, of n tokens in so many steps of prefill and of a token."""
+    """How often each time counts in F: A, Bd, wS and Z, of n tokens a request.
+
+    mp, md: steps of prefill, and of one token of all requests.
+    """
 
     def __init__(self, n: int, mp: int, md: int) -> None:
         self.md, self.a, self.bd = md, mp - 1, md - 1 if n > 1 else 0
@@ -287,14 +298,14 @@ class TermCounts:
 
 
 def units(data: Any) -> Any:
-    """Return seconds, or lists of them, in units."""
+    """Return seconds, or lists of them, as whole numbers of 1/UNIT; NEVER for None."""
     if isinstance(data, list):
         return [units(one) for one in data]
     return NEVER if data is None else floor(Fraction(data) * UNIT)
 
 
 class Tables:
-    """A variant's costs in units, and prices of losses that were used."""
+    """A variant's costs in units; `losses` keeps priced losses by price, as parts share them."""
 
     def __init__(self, c: Data, v: Data) -> None:
         self.counts = [len(one["devices"]) for one in c["classes"]]
@@ -311,7 +322,10 @@ class Tables:
 
 
 def bounds_of(tables: Tables, tree: Data) -> Iterator[int]:
-    """Yield the bound of every part of a tree of plans, in units."""
+    """Yield the bound of every part of a tree, in units.
+
+    A node splits a range (of sizes, P or D) in two; a leaf has the multipliers of its part.
+    """
     etas, xis = ((0, len(own)) for own in tables.sizes)
     waiting: list[tuple[Data, dict[str, Any]]] = [
         (tree, {"prefill": etas, "decode": xis, "P": (0, None), "D": (0, None)})
@@ -333,7 +347,7 @@ def bounds_of(tables: Tables, tree: Data) -> Iterator[int]:
 
 
 class Part:
-    """Costs of layers and ends at a pair of sizes, with the multipliers of a part."""
+    """A part at one pair of sizes: costs of layers and ends with the multipliers of the part."""
 
     def __init__(self, t: Tables, m: Data, eta: int, xi: int) -> None:
         self.t, self.room = t, t.room[eta]
@@ -359,6 +373,7 @@ class Part:
         self.loss = t.losses[loss]
 
     def _priced(self, k: int, part: str, b: int) -> int:
+        """Return what a layer ("") with choice b, or an end ("_ends"), adds to F on a device."""
         (p, held_p), (d, held_d) = (
             (one[f"layer{part}_s"][k][b], one[f"held{part}_s"][k][b])
             for one in (self.pre, self.dec)
@@ -374,7 +389,7 @@ class Part:
         return over * ((within[1] or 0) - within[0]) // PRICE + 1
 
     def _credit(self, k: int, low: Sequence[int]) -> int:
-        """Return what a device is worth at most beside its layers: its memory, its time."""
+        """Return the most by which prices of its memory, P and D lower F where it has a stage."""
         most = max(0, *(x for a in self.room[k] for b in a for x in b))
         slow = self.slow[0][k] * low[0] + self.slow[1][k] * low[1]
         return int(self.memory[k] * most + slow // PRICE + 1)
@@ -429,6 +444,7 @@ class Part:
         table: list[list[dict[int, int]]] = [[{} for _ in range(layers)] for _ in t.counts]
         for k, sort in product(range(len(t.counts)), range(3)):
             slow = self.slow[0][k] * p[0] + self.slow[1][k] * d[0]
+            # `sort` as in `_value`: which choices a stage of that room may have.
             allowed = [b for b, own in enumerate(t.dense) if sort == 2 or own == (sort == 0)]
             sums, sizes, most = [0], [0], layers
             roomy = max(x[sort] for a in self.room[k] for x in a)

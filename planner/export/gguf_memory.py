@@ -34,17 +34,21 @@ WIDE_BLOCK = 256
 INSTEAD = {"q4_k": "q5_0", "q3_k": "iq4_nl"}
 """What llama-quantize takes for a matrix whose rows are no whole blocks."""
 FLOAT32_BYTES = 4
+"""Bytes of a value of norms and biases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTypes:
-    """The types of a plan's file."""
+    """The GGUF types, by their names in lower case, of what a plan runs in llama.cpp."""
 
     types: Mapping[Precision, str]
+    """Of a layer's matrices, by the precision that the plan gives the layer."""
     experts: Mapping[Precision, str]
     """Of the matrices of experts."""
     cache: str
+    """Of keys and values."""
     output: str
+    """Of the output matrix (the head)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,7 @@ class GpuShare:
     stage: StagePlan
     kv_layers: range
     has_output: bool
+    """Whether the output matrix is on it."""
 
 
 def gguf_bytes(plan: Plan, spec: ModelSpec, share: GpuShare, form: GgufTypes) -> int | None:
@@ -112,4 +117,5 @@ def _layer_bytes(layer: ModelSpec, type_: str, experts: str) -> float:
 
 
 def _type_of(row: int, type_: str) -> str:
+    """Return the type of a matrix whose rows have so many weights."""
     return INSTEAD.get(type_, type_) if row % WIDE_BLOCK else type_

@@ -1,8 +1,8 @@
-"""Which engines a cluster's devices can make: how many devices of each class one has.
+"""Which engines a cluster's devices can make, as vectors of counts: devices of each class.
 
-Devices of a class are alike, so an engine is a vector of counts: of devices of each class, and of
-groups of each kind, whose devices share stages in tensor parallel. Of nodes that are twins, vectors
-that differ by an exchange of the nodes are the same engine.
+Devices of a class are alike, so an engine is known by how many it has of each class, and, behind
+these, how many groups of each kind, whose devices share stages in tensor parallel. Where nodes are
+twins (of the same devices and links), vectors that differ by an exchange of them are one engine.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from llmpq.planner.work_clock import spend
 Vector = tuple[int, ...]
 """Devices of each class; behind them groups of each kind."""
 MOST_VECTORS, MOST_STATES = 2000, 20_000
-"""Engines, and counts of devices left, up to which all groupings are seen."""
+"""Engines, and vectors of devices not used yet, up to which all are listed."""
 FEWER = 1e-6
-"""Rows that one more engine costs: of equal sums the one of fewer engines is taken."""
-
+"""Rows taken off for each engine, so that of equal sums the one of fewer engines is the largest."""
 
 Place = str | tuple[tuple[str, ...], tuple[int, ...]]
 """A device, or several that share a stage, with their shares."""
@@ -32,9 +31,10 @@ Place = str | tuple[tuple[str, ...], tuple[int, ...]]
 def count_vectors(
     counts: Sequence[int], uses: Sequence[Sequence[int]], most: int
 ) -> list[Vector] | None:
-    """Return all vectors of some devices and groups that are disjoint; None of more than `most`.
+    """Return the vectors of all engines, or None if there are more than `most`.
 
-    `uses`: how many devices of each class a group has. Numbers of groups stand behind the classes'.
+    `counts`: the devices of each class. `uses`: of each kind of group, how many devices of each
+    class it has; groups and devices of an engine are disjoint.
     """
     chosen: list[tuple[Vector, Vector]] = [((), tuple(counts))]
     for use in uses:
@@ -58,33 +58,34 @@ def count_vectors(
 
 
 def partitions(cluster: Cluster, devices: Sequence[Device]) -> list[list[tuple[str, ...]]]:
-    """Return ways to part devices of a cluster where its links are slow, by names of devices.
+    """Return ways to part devices of a cluster where its links are slow, as names of devices.
 
-    First a part a node; then, for every bandwidth of a link, the devices that links of at least so
-    much join. Each has more than one part, and one part of more than one device.
+    The first way has a part for each node. There is one more for every bandwidth of a link: its
+    parts are what links of at least that bandwidth join. Left out: one part of all devices, a part
+    for each device, and ways that are there already.
     """
     few = len(devices) <= MANY_DEVICES
     ends = list(itertools.combinations(range(len(devices)), 2)) if few else []
     gbps = {(a, b): cluster.link(devices[a], devices[b]).gbps for a, b in ends}
-    marks = [[d.node for d in devices]]
+    labels = [[d.node for d in devices]]  # of each way: the part of each device
     for least in sorted(set(gbps.values()), reverse=True):
         part = list(range(len(devices)))
         for a, b in (pair for pair in ends if gbps[pair] >= least):
             if part[a] != part[b]:
                 part = [part[a] if one == part[b] else one for one in part]
-        marks.append([str(one) for one in part])
+        labels.append([str(one) for one in part])
     found = []
-    for mark in marks:
-        parts = _parts([d.name for d in devices], mark)
+    for way in labels:
+        parts = _parts([d.name for d in devices], way)
         if 1 < len(parts) < len(devices) and parts not in found:
             found.append(parts)
     return found
 
 
-def _parts(names: Sequence[str], marks: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the names that have a mark together, in the order of the first of each."""
-    both = list(zip(names, marks, strict=True))
-    return [tuple(name for name, of in both if of == mark) for mark in dict.fromkeys(marks)]
+def _parts(names: Sequence[str], labels: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the names of each label, in the order in which labels first appear."""
+    both = list(zip(names, labels, strict=True))
+    return [tuple(name for name, of in both if of == label) for label in dict.fromkeys(labels)]
 
 
 class CountVectors:
@@ -120,7 +121,7 @@ class CountVectors:
         states = math.prod(count + 1 for count in self.counts)
         listed = count_vectors(self.counts, self._uses, MOST_VECTORS)
         self.complete = states <= MOST_STATES and listed is not None
-        """Whether all engines are listed; else those of few devices, and that of all."""
+        """Whether `vectors` has all engines; else it has those of few devices, and that of all."""
         self.vectors: list[Vector] = listed if self.complete and listed else self._small()
 
     @property
@@ -154,9 +155,10 @@ class CountVectors:
         return tuple(found)
 
     def _small(self) -> list[Vector]:
-        """Return the whole, engines within a node and of whole parts, and those of few devices.
+        """Return up to MOST_VECTORS engines.
 
-        As many as there is room for.
+        Those of all devices, of one part or two of `partitions`, and within a node; then those of
+        the fewest devices.
         """
         kinds = len(self.counts)
         nodes = self.partitions[0] if self.partitions else []
@@ -182,7 +184,7 @@ class CountVectors:
         return found
 
     def canonical(self, v: Vector) -> Vector:
-        """Return the vector that stands for all that twin nodes make alike."""
+        """Return the vector that stands for all that differ by an exchange of twin nodes."""
         found = list(v)
         for nodes in self._twins:
             parts = sorted((tuple(v[c] for c in node) for node in nodes), reverse=True)
@@ -246,7 +248,11 @@ class CountVectors:
         via_of: object,
         exactly: int | None,
     ) -> tuple[float, list[Vector]]:
-        """Walk back from all devices to the engines that were added."""
+        """Walk back from all devices to the engines that were added.
+
+        `via_of`: of so many engines left, the engine (its number in `able`) that was added last for
+        each count of devices; -1 for none.
+        """
         assert callable(via_of)
         state, chosen, total = list(self.counts), [], 0.0
         left = exactly

@@ -283,7 +283,7 @@ class StageRunner:
 def result_table(
     message: StepMessage, rows: Sequence[list[int]], drafts: Sequence[list[int]] | None
 ) -> Tensor:
-    """Return the table of new tokens, and of drafts behind them (`step_message.result_width`)."""
+    """Return the table of new tokens, and of drafts behind them (`step.result_width`)."""
     table = [list(row) for row in rows]
     news = message.rows_with_news
     wanted = max((row.drafts_wanted for row in news), default=-1)

@@ -1,10 +1,9 @@
-"""How many bytes of text one token can stand for at most: texts that are surely too long are
-refused before they are tokenised.
+"""How many bytes of text one token can stand for at most.
 
-A token of a vocabulary stands for as many bytes as it is long, unless something of the text is
-dropped or joined on the way: by a normalizer, by a pre-tokenizer that removes what it splits at, by
-an unknown token for a whole run, by special tokens that take the spaces beside them. Where a
-tokenizer does any of that, nothing is said.
+By it a text that is surely too long is refused before it is tokenised. A token stands for as many
+bytes as it is long, unless part of the text is dropped or joined before: by a normalizer, by a
+pre-tokenizer that removes what it splits at, by an unknown token for a whole run, by special tokens
+that take the spaces beside them. For a tokenizer that does any of that there is no bound (None).
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _COMPOSED = 4
-"""Bytes that Unicode's composed forms (NFC, NFKC) make one of at most: a letter of the
-mathematical alphabets has four, the plain one has one."""
+"""Most bytes of a text that NFC or NFKC replaces by one: a letter of Unicode's mathematical
+alphabets has four bytes, the plain letter that takes its place has one."""
 _ADDING = {"Prepend", "ByteLevel"}
 """Normalizers that take nothing away."""
 _SPLITTING = {"ByteLevel", "Split", "Metaspace", "Digits", "Punctuation"}
@@ -28,10 +27,10 @@ def longest_token_bytes(tokenizer: str) -> int | None:
     `tokenizer`: the JSON of `tokenizer.json`.
     """
     stored = json.loads(tokenizer)
-    normalized = _shrinks(stored.get("normalizer"))
+    joined = _most_joined(stored.get("normalizer"))
     kept = all(_keeps(step) for step in _steps(stored.get("pre_tokenizer"), "pretokenizers"))
     added = stored.get("added_tokens") or []
-    if normalized is None or not kept or any(t.get("lstrip") or t.get("rstrip") for t in added):
+    if joined is None or not kept or any(t.get("lstrip") or t.get("rstrip") for t in added):
         return None
     model = stored["model"]
     vocab = model.get("vocab")
@@ -47,11 +46,11 @@ def longest_token_bytes(tokenizer: str) -> int | None:
         return None
     own = max(len(name) if by_bytes else len(name.encode()) for name in names)
     whole = max((len(token["content"].encode()) for token in added), default=0)
-    return max(own, whole) * normalized
+    return max(own, whole) * joined
 
 
 def _steps(part: Any, inner: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the steps of a normalizer or pre-tokenizer, of sequences in turn."""
+    """Yield the steps of a normalizer or pre-tokenizer; `inner`: where a Sequence lists its own."""
     if part is None:
         return
     if part["type"] == "Sequence":
@@ -61,8 +60,8 @@ def _steps(part: Any, inner: str) -> Iterator[Mapping[str, Any]]:
         yield part
 
 
-def _shrinks(normalizer: Any) -> int | None:
-    """Return how many bytes a normalizer makes one of at most; None where it is not known."""
+def _most_joined(normalizer: Any) -> int | None:
+    """Return how many bytes of a text a normalizer replaces by one at most; None: not known."""
     most = 1
     for step in _steps(normalizer, "normalizers"):
         if step["type"] in ("NFC", "NFKC"):
@@ -77,6 +76,7 @@ def _shrinks(normalizer: Any) -> int | None:
 
 
 def _keeps(step: Mapping[str, Any]) -> bool:
+    """Whether a pre-tokenizer drops nothing of a text."""
     return step["type"] in _SPLITTING and step.get("behavior") != "Removed"
 
 
@@ -91,5 +91,5 @@ def _is_byte_level(stored: Mapping[str, Any]) -> bool:
 
 def _byte_letters() -> list[str]:
     """Return the letters that stand for the 256 bytes (GPT-2's)."""
-    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    return [chr(byte) for byte in own] + [chr(256 + n) for n in range(256 - len(own))]
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # stand for themselves
+    return [chr(byte) for byte in printable] + [chr(256 + n) for n in range(256 - len(printable))]

@@ -1,10 +1,14 @@
-"""Words of small groups and of tables to scaled operands in Gluon registers, half a k-group a time.
+"""Weights in groups of 32 or 64, or of a codebook, as scaled tensor-core operands (Gluon).
 
-code_assembly.py's values times the scale of their 32 or 64, rounded once by the product (and once
-before: a table's number, a code less a zero that is not an integer). A scale of a table is
-float16, for bfloat16 a pair of values that it is the sum of. A warpgroup's operand is 64 rows of
-w. Words [128 threads, (jj/2, jj%2, k3)], scales and zeros of rows r and r + 8 of a part, pairs
-[128]. SYMMETRIC is a table's name, or whether zeros are 2^(bits-1).
+What gluon_unpack.py does with one scale a k-group of 128, this does with several (PARTS of them),
+half a k-group at a time: code_assembly.py makes values of the codes, which are multiplied by the
+scale of their group. The product is rounded once; a codebook's value, or a code less a zero that is
+no integer, was rounded once before. A codebook's scale is float16; for products in bfloat16 it is
+split into two bfloat16 values, whose sum it is.
+
+A warpgroup's operand is 64 rows of w. Words [128 threads, (jj/2, jj%2, k3)]; scales and zeros of
+rows r and r + 8 of a part, as pairs [128] (jj, k0, k3, r3: formats/weight_layout.py).
+SYMMETRIC: a codebook's name, or whether all zeros are 2^(bits-1).
 """
 
 # mypy: ignore-errors
@@ -26,6 +30,7 @@ from llmpq.kernels.gemm.gluon.gluon_unpack import (
 )
 from llmpq.kernels.gemm.operands.code_assembly import SUMS, linear_assembly, lookup_assembly
 
+# Assembly by what it is for, made at import: a Gluon body may only look it up.
 _ASSEMBLY = {
     (bits, kind, half, symmetric): linear_assembly(bits, kind, half, symmetric)
     for bits in (4, 8)
@@ -45,11 +50,13 @@ _SUMS = gl.constexpr(SUMS)
 
 @gluon.constexpr_function
 def _looks_up(symmetric):
+    """Whether codes are places of a codebook."""
     return isinstance(symmetric, str)
 
 
 @gluon.constexpr_function
 def _assembly(bits, dtype, half, symmetric):
+    """The text that makes scaled values of half a word (code_assembly.py)."""
     kind = "f16" if dtype == gl.float16 else "bf16"
     if isinstance(symmetric, str):
         return _LOOKUPS[(symmetric, kind, half)]
@@ -58,11 +65,13 @@ def _assembly(bits, dtype, half, symmetric):
 
 @gluon.constexpr_function
 def _kinds(inputs):
+    """The constraints of a text with four 16-bit outputs and so many 32-bit inputs."""
     return "=h,=h,=h,=h" + ",r" * inputs
 
 
 @gluon.jit
 def _halves(words):
+    """Words [128, 8] by jj/2: those of 0 and those of 1, [128, 4] each."""
     return gl.split(gl.permute(gl.reshape(words, (128, 2, 4)), (0, 2, 1)))
 
 
@@ -76,7 +85,7 @@ def _part(
     DT: gl.constexpr,
     SYMMETRIC: gl.constexpr,
 ):
-    """Words [128, 4] of one jj/2 as [128, 4, k0, r3]."""
+    """Words [128, 4] of one jj/2, which lies in one part, as scaled values [128, 4, k0, r3]."""
     ROW: gl.constexpr = gl.SliceLayout(1, words[0].type.layout)
     pairs = gl.convert_layout(pairs, ROW, assert_trivial=True)
     if _looks_up(SYMMETRIC) and gl.bfloat16 == DT:
@@ -108,7 +117,7 @@ def parts_operand(
     SYMMETRIC: gl.constexpr,
     PARTS: gl.constexpr,
 ):
-    """W of half HALF as [64 rows, 64 k]; scales and zeros of all parts."""
+    """w of half HALF of a k-group as [64 rows, 64 k]; `scales`, `zeros`: of all its PARTS."""
     first, second = (), ()
     for i in gl.static_range(len(words)):
         a, b = _halves(words[i])
@@ -132,7 +141,7 @@ def operand_of(
     SYMMETRIC: gl.constexpr,
     GROUPED: gl.constexpr,
 ):
-    """W of half HALF, of whatever form, as [64 rows, 64 k]."""
+    """w of half HALF of a k-group as [64 rows, 64 k], for every form of words."""
     if SYMMETRIC == "e2m1":
         return e2m1_operand(words[0], scale, HALF, DT)
     elif GROUPED > 1:

@@ -14,7 +14,9 @@ bound: ncu, H200, 20 % of issue slots used). GAIN: stored scales make up for a p
 Cost per output: D * bits/4 + (scales) bytes of keys and values per token and key-value head,
 0.63 integer instructions per 4-bit element, 1 mma.m16n8k16 per 256 elements.
 
-H: query heads.  G: key-value heads.  D: head_dim.  X: parts.
+G: key-value heads.  D: head_dim, C channels of it stored.  R: columns, query heads of one of G.
+KW, KW0: consecutive columns of the left operand in a thread (register_operands.py), those of codes
+and of the row of zeros.  EMULATE: without inline assembly, for Triton's interpreter.
 g, t, h, r, m, s: see formats/kv_block.py; thread 4g + t of the warp.
 """
 
@@ -52,7 +54,7 @@ P_SHIFT = tl.constexpr(4.0)
 
 @triton.jit
 def score_unit(unit, CAPPED: tl.constexpr):
-    """What makes an exponent of 2 of what `_tiles` calls a score."""
+    """The factor that makes a score of `_tiles` an exponent of 2: one under a cap is so already."""
     return 1.0 if CAPPED else unit
 
 
@@ -66,7 +68,7 @@ def first_step(position, window, STEP: tl.constexpr, WINDOWED: tl.constexpr):
 def _weighed(
     v, p, acc, R: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr, FLOAT32: tl.constexpr
 ):
-    """Add values' codes times probabilities and their scales."""
+    """acc [D, R] plus values' codes [D, 64] times p [64, R], probabilities times values' scales."""
     if FLOAT32:
         high, low = high_and_low(p)
         acc += tl.dot(v, probability_operand(low, R, KW, EMULATE)) * (1.0 / LOW_GAIN)
@@ -84,7 +86,10 @@ def _tiles(
     TILES: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr,
     EMULATE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Steps step0..step1-1 of TILES packed tiles; m_i, l_g, z_g, acc: the softmax so far.
+    """Steps step0..step1-1 of TILES packed tiles; returns the softmax so far with these.
+
+    m_i: the largest score.  l_g: sums of probabilities.  z_g: sums of them times values' zeros.
+    acc: the output, not divided yet.
 
     `unit` makes scores exponents of 2; those under a cap are so already (`score_unit`). C channels
     are stored, their keys by octet where D is more. Queries of float32 are multiplied as such.

@@ -1,4 +1,7 @@
-"""Stages as Ray actors: placed by Ray, on this machine or on several. Nothing else is Ray's."""
+"""Stages as Ray actors, on this machine or on several: Ray places, starts and calls them.
+
+Hidden states and tokens do not pass through Ray (runtime/links/).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ if TYPE_CHECKING:
     from llmpq.runtime.launch.on_ray.weight_server import WeightServer
 
 _THREADS = 7
-"""Threads of an actor: the loop, a poll, health checks, a submission and a heartbeat."""
+"""Threads of an actor, as some of its calls wait: its loop, a poll, health checks, submissions and
+heartbeats."""
 
 RemoteStageWorker = actor_class(
     "llmpq.runtime.launch.stages.stage_wire",
@@ -167,7 +171,7 @@ class RayLauncher(Launcher):
         return stages
 
     def _weights_for(self, own: StageSettings) -> WeightServer | None:
-        """Return what gives a stage on another host its weights; None where it has them."""
+        """Return what sends a stage on another host its weights; None where it reads its own."""
         if not own.options.copy_weights:
             return None
         if self._reader is None:

@@ -47,6 +47,7 @@ CALLS = (
     "try_copies",
     "try_links",
 )
+"""What such a process answers: methods of `StageWorker`, of a survey and of a probe."""
 
 
 def make(first: dict[str, Any]) -> Any:
