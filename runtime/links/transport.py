@@ -106,12 +106,13 @@ class MessageSizes:
 class GlooTransport(HostTokens):
     """torch.distributed point-to-point over gloo; the process group is joined already.
 
-    One message per micro-batch: [header | hidden states | verify tokens] as bytes. gloo asks the
-    receiver before every message, so a second one costs a round trip (two processes on two busy
-    cores: 0.1 ms with one message, 2 ms with two), and a receive is posted before its message is
-    wanted: over a network of 3 ms one way, a receiver that computes loses 0.5 ms a message, else
-    6.5 (d2231297:benchmarks/link_occupancy.py). A receive may offer more room than comes, so the
-    receiver needs not know the size. With `more` connections a large message comes in as many
+    One message per micro-batch: [header | news of rows | hidden states | tokens] as bytes (the
+    first two: message.py; tokens where the last stage needs them). gloo asks the receiver before
+    every message, so a second one costs a round trip (two processes on two busy cores: 0.1 ms with
+    one message, 2 ms with two), and a receive is posted before its message is wanted: over a
+    network of 3 ms one way, a receiver that computes loses 0.5 ms a message, else 6.5
+    (d2231297:benchmarks/link_occupancy.py). A receive may offer more room than comes, so the
+    receiver need not know the size. With `more` connections a large message comes in as many
     parts, each over one of its own: d2231297:benchmarks/slow_network.py says what that gains.
     """
 
