@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from report.configs_table import ConfigsTable
 from report.front_table import FrontTable
 from report.kills_tables import AddedTable, CommandsTable, InterruptsTable, PausesTable, ReplanTable
@@ -38,21 +40,15 @@ E2E_JOB = ("prompt", "gen", "precision", "symmetric", "dtype", "kv")
 POWERS_OF_TWO = frozenset(1 << i for i in range(14))
 
 
-TABLES: dict[
-    str,
-    ConfigsTable
-    | Pivot
-    | FrontTable
-    | LiveTable
-    | OddTable
-    | MixedTable
-    | ProofsTable
-    | AblationTable
-    | PausesTable
-    | CommandsTable
-    | InterruptsTable
-    | ReplanTable,
-] = {
+class Table(Protocol):
+    """What makes the text of a table."""
+
+    def render(self) -> str:
+        """Return the table as Markdown."""
+        ...
+
+
+TABLES: dict[str, Table] = {
     "front": FrontTable(),
     "published_configs": ConfigsTable(),
     "pauses": PausesTable(),

@@ -252,14 +252,16 @@ def _searched(
     valued = [one for one in found.values() if one is not None]
     simulated = bool(valued)
     valued = valued or [_unsimulated(search, chosen)]
-    compared = max(valued, key=lambda one: (search.worth(one), -len(one.engines)))
-    quickest = compared
+    quickest = max(valued, key=lambda one: (search.worth(one), -len(one.engines)))
+    bought: list[Valued] = []
     if math.isfinite(search.enough):
         quickest = max(valued, key=lambda one: one.rate.rate_per_s)
         best_ways = sorted(valued, key=search.worth, reverse=True)[:MOST_BOUGHT]
         bought = [new for one in best_ways for new in _bought_back(search, one)]
-        compared = max([compared, *bought], key=lambda one: (search.worth(one), -len(one.engines)))
-    best = _of_all(search, compared) if simulated else _at_given_rate(search, compared)
+    if simulated:
+        best, compared = _settled(search, [*valued, *bought])
+    else:
+        best, compared = _at_given_rate(search, quickest), quickest
     return TrafficAnswer(
         best=best,
         compared=compared,
@@ -445,6 +447,23 @@ def _dearer(search: _Search, engine: EnginePlan, dearer: float) -> EnginePlan | 
             return found
         requests //= 4
     return None
+
+
+def _settled(search: _Search, valued: Sequence[Valued]) -> tuple[Valued, Valued]:
+    """Return the best under the whole traffic, and the same as it serves the few requests.
+
+    From the best by the few on, each is simulated under all, until none that is left is better by
+    the few than one is by all: of few requests within narrow limits a rate says little.
+    """
+    left = sorted(valued, key=lambda one: (search.worth(one), -len(one.engines)), reverse=True)
+    compared, best = left[0], _of_all(search, left[0])
+    for one in left[1:]:
+        if search.worth(one) <= search.worth(best) or search.left_s() < 0:
+            break
+        new = _of_all(search, one)
+        if search.worth(new) > search.worth(best):
+            compared, best = one, new
+    return best, compared
 
 
 def _of_all(search: _Search, best: Valued) -> Valued:
