@@ -289,12 +289,14 @@ def of_trace(case: MixedCase) -> Compared:
     start, used = time.perf_counter(), cpu_seconds()
     job, traffic, objective = traffic_job(case.request)
     try:
-        found = search_traffic(job.problem, job.options, job.path, traffic, objective)
-        ours, engines = found.compared.rate.rate_per_s, len(found.compared.engines)
+        engines = search_traffic(
+            job.problem, job.options, job.path, traffic, objective
+        ).best.engines
     except DoesNotFitError:
-        ours, engines = 0.0, 0
+        engines = ()
     seconds, cpu_s = time.perf_counter() - start, cpu_seconds() - used
     simple = SimpleRates(job.problem, job.options, traffic)
+    ours = sum(simple.rate(one) for one in engines)
     each = {cls.first.name: (cls.count, simple.of([cls.first.name])) for cls in job.problem.classes}
     others = {
         "card": max(rate for _, rate in each.values()),
@@ -304,7 +306,7 @@ def of_trace(case: MixedCase) -> Compared:
         "even TP": simple.shared(case.request),
     }
     others = {name: rate for name, rate in others.items() if rate > 0}
-    return Compared(ours=ours, others=others, seconds=seconds, cpu_s=cpu_s, engines=engines)
+    return Compared(ours=ours, others=others, seconds=seconds, cpu_s=cpu_s, engines=len(engines))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ DOWN = 0.7
 """Of a rate that is too high, the next to try until one is kept."""
 ASKED_APART = 2
 """Rates that are too high before requests are tried alone."""
+FAR_DOWN = 0.4
+"""Of a rate that is too high behind those."""
 STEP_S = 2e-4
 """Seconds of work of a simulated step (0.22 ms of a core, 2026-11)."""
 GENERATIONS = 3
@@ -50,6 +52,21 @@ def kept_apart(
     """Whether requests are within the limits where each is served alone; if not, at no rate."""
     alone = measured_at(models, traffic, limits, APART * rate_per_s, deadline_s=deadline_s)
     return alone.attained >= ATTAINMENT
+
+
+def _too_many_late(
+    models: Sequence[EngineModel], traffic: Sequence[Arrival], limits: ServiceLimits
+) -> bool:
+    """Whether more prompts than may be are late even alone, told by the shortest of so many.
+
+    Not of prompts that begin alike: what the prefix cache has of a long one makes it quick.
+    """
+    if limits.ttft_s is None or any(one.blocks for one in traffic):
+        return False
+    longest_first = sorted(traffic, key=lambda one: one.prompt_tokens, reverse=True)
+    may_be_late = int((1 - ATTAINMENT) * len(traffic) + 1e-9)
+    alone = measured_at(models, [longest_first[min(may_be_late, len(traffic) - 1)]], limits)
+    return alone.ttft_s.mean > limits.ttft_s
 
 
 def measured_at(
@@ -95,6 +112,9 @@ def highest_rate(
     if limits.ttft_s is None and limits.tpot_s is None:
         at_once = measured_at(models, traffic, limits, math.inf, deadline_s=deadline_s)
         return RateFound(rate_per_s=at_once.requests_per_s, measures=at_once)
+    if _too_many_late(models, traffic, limits):
+        never = measured_at(models, traffic, limits, guess_per_s, deadline_s=deadline_s)
+        return RateFound(rate_per_s=0.0, measures=never)
     low, rate = _bisected(models, traffic, limits, guess_per_s, deadline_s)
     return RateFound(
         rate_per_s=low, measures=measured_at(models, traffic, limits, low if low else rate)
@@ -127,7 +147,8 @@ def _bisected(
         low, high = (rate, high) if lasts else (low, rate)
         if low >= most or (low and high - low <= RATE_STEP * high):
             break
-        rate = min(most, low / DOWN, (low + high) / 2) if low else high * DOWN
+        down = DOWN if tries < ASKED_APART else FAR_DOWN
+        rate = min(most, low / DOWN, (low + high) / 2) if low else high * down
     return low, rate
 
 

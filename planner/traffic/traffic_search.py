@@ -44,6 +44,8 @@ DEARER, MOST_BOUGHT = (3.0, 10.0, 30.0, 100.0, 1000.0), 3
 topologies of which they are tried."""
 COMPARED = 64
 """Requests by which plans are compared; the best is simulated under all."""
+SAYS_LITTLE = 0.5
+"""Of the rate of a steady state: one that is kept below it is looked for with other steps."""
 SOLVING_SHARE = 0.4
 """Share of the time that plans are looked for; then they are simulated."""
 
@@ -132,10 +134,14 @@ class _Search:
             self.known[key] = self.planner.plan(places, requests, step_tokens)
         return self.known[key]
 
-    def best_of(self, v: Vector) -> EnginePlan | None:
-        """Return the best plan that is known of an engine."""
-        like = self.vectors.canonical(v)
-        found = [one for (own, _, _), one in self.known.items() if own == like and one is not None]
+    def best_of(self, v: Vector, step_tokens: int | None = None) -> EnginePlan | None:
+        """Return the best plan that is known of an engine, or of its steps of so many tokens."""
+        like, steps = self.vectors.canonical(v), step_tokens
+        found = [
+            one
+            for (own, _, tokens), one in self.known.items()
+            if own == like and one is not None and steps in (None, tokens)
+        ]
         return max(found, key=self.planner.worth, default=None)
 
     @property
@@ -170,9 +176,9 @@ class _Search:
             )
         return self.rates[key]
 
-    def own(self, v: Vector, used: list[int]) -> EnginePlan | None:
+    def own(self, v: Vector, used: list[int], step_tokens: int | None) -> EnginePlan | None:
         """Return that plan on the next devices that are not used."""
-        best = self.best_of(v)
+        best = self.best_of(v, step_tokens)
         if best is None:
             return None
         places = self.vectors.places(v, used)
@@ -181,11 +187,14 @@ class _Search:
         batch = best.plan.workload.batch
         return self.planner.plan(places, batch, best.step_tokens)
 
-    def engines(self, chosen: Sequence[Vector]) -> tuple[EnginePlan, ...] | None:
-        """Return the plans of disjoint engines; None where one has none."""
+    def engines(
+        self, chosen: Sequence[Vector], step_tokens: int | None = None
+    ) -> tuple[EnginePlan, ...] | None:
+        """Return the best plans of disjoint engines, or those of steps of so many tokens; None
+        where one has none."""
         used, found = [0] * len(self.vectors.counts), []
         for v in chosen:
-            one = self.own(v, used)
+            one = self.own(v, used, step_tokens)
             if one is None:
                 return None
             found.append(one)
@@ -287,11 +296,34 @@ def _all_valued(
         search.deadline_s = now_s() + max(0.0, end_s - now_s()) / 2
         engines = search.engines(vectors)
         try:
-            found[name] = None if engines is None else _simulated(search, name, engines)
+            one = None if engines is None else _simulated(search, name, engines)
         except TimeoutError:
-            found[name], search.late = None, True
+            one, search.late = None, True
+        found[name] = one if one is None else _of_other_steps(search, one, vectors)
     search.deadline_s = end_s
     return found
+
+
+def _of_other_steps(search: _Search, one: Valued, vectors: Sequence[Vector]) -> Valued:
+    """Return engines with the steps that serve best where a steady state says little of them.
+
+    It is of mean lengths: where the limits are narrow for the longest prompts, it is far above the
+    rate that is kept, which follows from how soon these are computed.
+    """
+    steady = sum(engine.steady.rate_per_s for engine in one.engines)
+    if search.objective != "rate" or one.rate.rate_per_s > SAYS_LITTLE * steady:
+        return one
+    best, known = one, {engine.step_tokens for engine in one.engines}
+    for step_tokens in STEP_TOKENS:
+        engines = None if known == {step_tokens} else search.engines(vectors, step_tokens)
+        if engines is None or search.left_s() < 0:
+            continue
+        try:
+            other = _simulated(search, one.name, engines)
+        except TimeoutError:
+            break
+        best = max(best, other, key=search.worth)
+    return best
 
 
 def _unsimulated(search: _Search, chosen: Sequence[Vector]) -> Valued:
