@@ -54,7 +54,7 @@ from lib.traces import Arrival, read_trace
 from llmpq import LLM, SamplingParams
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main as plan_main
-from llmpq.planner.traffic.simulated import EngineModel, simulate
+from llmpq.planner.simulated import EngineModel, simulate
 from llmpq.runtime.request_output import RequestOutput
 from llmpq.runtime.tools.chaos import Chaos
 from llmpq.service_measures import ServedRequest, ServiceLimits

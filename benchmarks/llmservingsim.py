@@ -61,7 +61,7 @@ def main() -> None:
     kv_format.BLOCK_TOKENS = options.block_tokens
     from llmpq.planner.__main__ import main as planner
     from llmpq.planner.make import make_plan
-    from llmpq.planner.traffic.simulated import EngineModel, simulate
+    from llmpq.planner.simulated import EngineModel, simulate
 
     served = measured_requests(options.folder / RUN / "requests.jsonl")
     measured = ServiceMeasures.of(served, ServiceLimits())

@@ -641,10 +641,16 @@ class Plan(FileForm):
                     "plan: each of 'plans' is one in a file of its own"
                 )
             if isinstance(data, dict) and isinstance(data.get("engines"), list):
+                number = len(data["engines"])
+                kind = (
+                    "a plan whose engine takes its rows in waves, expected one that takes all at "
+                    "once"
+                    if number == 1
+                    else f"a plan of {number} engines, expected one of a single engine"
+                )
                 raise ValueError(
-                    f"'{where}' is a plan of {len(data['engines'])} engines, expected one of a "
-                    "single engine: make it with llmpq-algo --engines 1; llmpq-dist run and serve, "
-                    "and llmpq.runtime.engines.Engines in Python, take several"
+                    f"'{where}' is {kind}: make it with llmpq-algo --engines 1; llmpq-dist run and "
+                    "serve, and llmpq.runtime.engines.Engines in Python, take this one"
                 )
             return cls.parse_data(data, where=where)
         except ValueError as error:

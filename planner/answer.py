@@ -379,7 +379,7 @@ def _simulated_score(
 def _job_seconds(plan: Plan, rows: int, simulated: bool) -> float:
     """Return how long a plan takes for so many rows: simulated, or as it predicts, in waves."""
     if simulated:
-        from llmpq.planner.traffic.simulated import simulate_batch
+        from llmpq.planner.simulated import simulate_batch
 
         return simulate_batch(plan, rows)
     assert plan.predicted is not None, "the planner always predicts"

@@ -75,8 +75,8 @@ ON_FIRST_USE = {
     ("runtime/auto_plan", "planner/problem/discovery"),
     ("runtime/auto_plan", "planner/problem/known_plan"),
     ("runtime/replan", "planner/problem/known_plan"),
-    ("planner/traffic/simulated", "runtime/simulate/simulation"),
-    ("planner/traffic/simulated", "runtime/simulate/step_times"),
+    ("planner/simulated", "runtime/simulate/simulation"),
+    ("planner/simulated", "runtime/simulate/step_times"),
 }
 """The few imports upward: the front door, the one place where a run asks for a plan, and the one
 where the planner has the runtime's scheduler simulated."""

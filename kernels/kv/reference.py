@@ -324,7 +324,10 @@ def _attention(
     rows: slice,
     scoring: Scoring,
 ) -> Tensor:
-    """Attend with the view's mask; the heads of a group share one product."""
+    """Attend with the view's mask; the heads of a group share one product.
+
+    Keys and values are this call's own: those that no query sees are overwritten.
+    """
     scale, alibi_slopes_H, rule = scoring.scale, scoring.alibi_slopes_H, scoring.rule
     batch, q_len, heads, dim = q_BQHD.shape
     kv_heads = k_BGTD.shape[1]
@@ -338,9 +341,10 @@ def _attention(
             for q, k, own in zip(q_BQHD, k_BGTD, seen, strict=True)
         ]
         return torch.stack(found)
-    seen_B1T1 = seen.any(1)[:, None, :, None]
-    if not bool(seen_B1T1.all()):  # others' keys and values may not be finite
-        k_BGTD, v_BGTD = k_BGTD.where(seen_B1T1, 0), v_BGTD.where(seen_B1T1, 0)
+    unseen_B1T1 = ~seen.any(1)[:, None, :, None]
+    if bool(unseen_B1T1.any()):  # they may be another request's, and not finite
+        k_BGTD.masked_fill_(unseen_B1T1, 0)
+        v_BGTD.masked_fill_(unseen_B1T1, 0)
     mask = seen[:, None, None]
     if alibi_slopes_H is not None:
         slopes = alibi_slopes_H.to(q_BQHD.dtype).reshape(kv_heads, -1, 1, 1)

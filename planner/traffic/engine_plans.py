@@ -19,12 +19,12 @@ from llmpq.planner.answer import checked_plan
 from llmpq.planner.front.preference import WEIGHTS, look_around
 from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.simulated import EngineModel
 from llmpq.planner.solving.count_vectors import Place
 from llmpq.planner.solving.device_groups import on_places
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import best_plan
 from llmpq.planner.solving.topology_search import GROUP_GAIN
-from llmpq.planner.traffic.simulated import EngineModel
 from llmpq.planner.traffic.steady_state import MeanLengths, SteadyState, best_state
 from llmpq.service_measures import ServiceLimits
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llmpq.planner.traffic.simulated import EngineModel, simulate
+from llmpq.planner.simulated import EngineModel, simulate
 from llmpq.planner.work_clock import now_s, spend_s
 from llmpq.service_measures import ATTAINMENT, ServiceLimits, ServiceMeasures
 from llmpq.sizes.kv_format import BLOCK_TOKENS

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmpq.planner.simulated import EngineModel, StepRows
 from llmpq.planner.traffic.named_traffic import NamedTraffic
-from llmpq.planner.traffic.simulated import EngineModel, StepRows
 from llmpq.service_measures import ServiceLimits
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 

@@ -73,10 +73,10 @@ def test_nesting_without_end_is_a_sentence(tmp_path: Path) -> None:
     ("entry", "sentence"),
     [
         (
-            "devices: [T4]",
+            "devices: [[T4]]",
             r"'nodes.0.devices.0': expected a table with keys of .*kind.*'T4'",
         ),
-        ("devices: T4:2", r"'nodes.0.devices': expected a list, got 'T4:2'"),
+        ("devices: [T44]", r"'nodes.0.devices': device T44: unknown device 'T44': nearest: T4"),
         ("devices: {kind: T4}", r"'nodes.0.devices': expected a list, got .*T4"),
         ("labels: [rack]", r"'nodes.0.labels': expected a table, got \['rack'\]"),
     ],

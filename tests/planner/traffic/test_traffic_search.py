@@ -18,10 +18,10 @@ from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
 from llmpq.planner.problem.requests import PlanRequest, TrafficFlags
+from llmpq.planner.simulated import EngineModel, simulate
 from llmpq.planner.traffic.engine_plans import EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.rates import highest_rate, kept_apart
-from llmpq.planner.traffic.simulated import EngineModel, simulate
 from llmpq.planner.traffic.steady_state import MeanLengths, best_state, steady_state
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.options import EngineOptions

@@ -50,7 +50,7 @@ def plan(demo_model: Path, omega: Path, folder: Path, *more: str) -> Plan:
     )
     words = f"--model {demo_model} --cluster {cluster} --global-bz 4 --s 32 --n 16 --theta 0.0001"
     words += f" --bits w4a4,w8a8,w16a16 --omega-file {omega} -o {out}"
-    words += " --prefill-microbatch 2 --decode-microbatch 2 --dtype float32"
+    words += " --prefill-microbatch 2 --decode-microbatch 2 --dtype float32 --engines 1"
     assert plan_main([*words.split(), *more]) == 0
     return Plan.load(out)
 

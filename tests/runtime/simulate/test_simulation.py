@@ -154,6 +154,6 @@ def test_quantiles_are_straight_between_values() -> None:
 def test_it_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['ray'] = None\n"
-        "import llmpq.planner.traffic.simulated"
+        "import llmpq.planner.simulated"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
