@@ -42,7 +42,7 @@ from llmpq.runtime.models.mlps import GatedMLP
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer, runs_in
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.step import Step
+from llmpq.runtime.step import RaggedStep, Step
 from llmpq.sizes.pool_size import PoolSize
 
 
@@ -104,8 +104,8 @@ class NativeLayers(PlainLayers):
         """Return what one call makes of a token a row; None where it cannot."""
         attention = next((m for m in map(_mixer, layers) if isinstance(m, Attention)), None)
         pools = states = None
-        if attention is None and kv.states is None:
-            return None  # windows of calibration: no cache keeps states
+        if attention is None and (kv.states is None or not isinstance(step, RaggedStep)):
+            return None  # windows of calibration, whose states no cache keeps; a GPU's step
         if attention is not None:
             pools = kv.places_of_tokens(step)
             if pools is None or attention.grows(step):

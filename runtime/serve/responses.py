@@ -17,6 +17,7 @@ from llmpq.runtime.serve.chat import Chat
 from llmpq.runtime.serve.errors import ApiError, as_api_error
 from llmpq.runtime.serve.response_store import ResponseStore
 from llmpq.runtime.serve.service import Service
+from llmpq.runtime.text.tokenizer import Tokenizer
 
 _SCHEMA_KEYS = ("name", "schema", "strict", "description")
 _LOGPROBS = "message.output_text.logprobs"
@@ -198,6 +199,7 @@ class Responses:
     """One request of /v1/responses."""
 
     def __init__(self, service: Service, body: ResponsesBody) -> None:
+        self._service = service
         self._messages = body.messages(service.responses)
         self._chat = Chat(service, _chat_of(body, self._messages), format_field="text")
         self._body = body
@@ -245,7 +247,9 @@ class Responses:
         """Yield the events of an answer as it comes; the last one has all of it."""
         reason, used = "stop", None
         output = _Output(
-            with_logprobs=self._body.wants_logprobs, forces_call=self._chat.forces_call
+            self._service.tokenizer,
+            with_logprobs=self._body.wants_logprobs,
+            forces_call=self._chat.forces_call,
         )
         async with aclosing(self._chat.parts(begun, streamed=streamed)) as parts:
             async for choice, now in parts:
@@ -312,8 +316,9 @@ class Responses:
 class _Output:
     """The items of a streamed answer: one open at a time."""
 
-    def __init__(self, *, with_logprobs: bool, forces_call: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, with_logprobs: bool, forces_call: bool) -> None:
         self.items: list[Data] = []
+        self._tokenizer = tokenizer
         self._open = False
         self._with_logprobs = with_logprobs
         self._forces_call = forces_call
@@ -359,6 +364,8 @@ class _Output:
 
     def _write(self, text: str) -> Iterator[tuple[str, Data]]:
         scores, self._scores = self._scores, []
+        if self._is_open("reasoning"):
+            scores = self._of_text(scores, text)
         if not self._is_open("message"):
             yield from self._begin(_message(_new("msg"), "", [], "in_progress"))
             place = {**self._where(), "content_index": 0, "part": _part("", [])}
@@ -370,6 +377,21 @@ class _Output:
         if text or scores:
             shown = {"delta": text, "logprobs": scores if self._with_logprobs else []}
             yield "response.output_text.delta", {**self._where(), "content_index": 0, **shown}
+
+    def _of_text(self, scores: Sequence[Data], text: str) -> list[Data]:
+        """Return the scores of the last tokens, as many as make up the first text after a thought.
+
+        The tokens of the mark between the two come with either, as the answer is generated.
+        """
+        kept: list[Data] = []
+        left = len(text.encode())
+        for score in reversed(scores):
+            if left <= 0:
+                break
+            kept.append(score)
+            if not self._tokenizer.names_special([score["token"]]):
+                left -= len(score["bytes"])
+        return kept[::-1]
 
     def _begin(self, item: Data) -> Iterator[tuple[str, Data]]:
         yield from self._close("completed")
