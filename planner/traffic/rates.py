@@ -57,7 +57,7 @@ def kept_apart(
 def _too_many_late(
     models: Sequence[EngineModel], traffic: Sequence[Arrival], limits: ServiceLimits
 ) -> bool:
-    """Whether more prompts than may be are late even alone, told by the shortest of so many.
+    """Whether more prompts than may be are late even alone: whether the shortest of so many is.
 
     Not of prompts that begin alike: what the prefix cache has of a long one makes it quick.
     """
