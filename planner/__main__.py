@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from llmpq.commands.command_line import CommandParser, end_of
+from llmpq.commands.command_line import CommandParser, run_command
 from llmpq.errors import DoesNotFitError, nearest
 from llmpq.planner.cli import arguments as flags
 from llmpq.planner.problem import requests
@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = _joined(list(sys.argv[1:] if argv is None else argv))
     command = words.pop(0) if words and words[0] in flags.COMMANDS else "plan"
-    return end_of(
+    return run_command(
         "llmpq-algo",
         lambda: _run(_known(command, words), words),
         interrupted="interrupted",

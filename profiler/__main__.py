@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from llmpq.commands.command_line import end_of
+from llmpq.commands.command_line import run_command
 from llmpq.commands.output_paths import check_files
 from llmpq.commands.ray_address import import_ray
 from llmpq.profiler.cli import flags
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words and words[0] in COMMANDS else "run"
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    return end_of(
+    return run_command(
         "llmpq-profile",
         lambda: _started(command, words)(),
         interrupted="stopped; samples taken so far are on disk, run it again",

@@ -279,7 +279,7 @@ class SamplingParams:
         timeout_s: object = self.timeout_s
         if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
             raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
-        self.choice(0)  # refuses what a sampler cannot do
+        self.sampler_config(0)  # refuses what a sampler cannot do
 
     def clone(self) -> Self:
         """Return a copy."""
@@ -290,7 +290,7 @@ class SamplingParams:
         """The texts at which an answer ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def choice(self, seed: int) -> SamplerConfig:
+    def sampler_config(self, seed: int) -> SamplerConfig:
         """Return how the tokens of one answer are chosen, which draws from this seed on."""
         return SamplerConfig(
             temperature=float(self.temperature),

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from llmpq.runtime.device_copies import upload
-from llmpq.runtime.request import PagedRow, StepKind, StepMessage
-from llmpq.runtime.row_sampling import RowSampling
+from llmpq.runtime.request import PagedRow, RowSampling, StepKind, StepMessage
 from llmpq.runtime.sampling_params import SamplerConfig
 
 Derived = TypeVar("Derived")

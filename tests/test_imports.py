@@ -48,7 +48,7 @@ profiler/timing, profiler/quality, profiler/quantize <- profiler/cli <- profiler
 
 runtime/auto_plan, runtime/guide_schema, runtime/guides, runtime/gc_freeze, runtime/options, \
 runtime/device_copies, runtime/paged_step, runtime/request, runtime/engine_metrics, \
-runtime/row_sampling, runtime/request_output, runtime/sampling_params, runtime/step, \
+runtime/request_output, runtime/sampling_params, runtime/step, \
 runtime/token_rules, runtime/trace, runtime/vllm_options (one level)
 runtime/step <- runtime/models, runtime/weights, runtime/cache (one level) <- runtime/drafts
 runtime/drafts <- runtime/backends <- runtime/engine <- runtime/launch

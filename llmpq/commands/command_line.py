@@ -16,7 +16,7 @@ makes of the parsed words a frozen request; argparse is used in `cli/` only. Sta
 `--a-b` is also accepted as `--a_b` and the other way round; `also=` names further spellings (the
 paper's), which are accepted and not listed. `--version` is everywhere. A flag that was given though
 its `only` does not hold is refused with one sentence: what has no effect, when, and what to do.
-What a user got wrong is a `ValueError`; `end_of` turns every outcome into a sentence and exit code.
+What a user got wrong is a `ValueError`; `run_command` makes sentence and exit code of every end.
 """
 
 from __future__ import annotations
@@ -486,7 +486,7 @@ def refuse_without_effect(given: Mapping[str, bool], otherwise: str, remedy: str
         )
 
 
-def end_of(
+def run_command(
     program: str,
     run: Callable[[], int],
     *,

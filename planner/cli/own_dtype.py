@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmpq.default_dtype import without_bfloat16
+from llmpq.default_dtype import dtype_note, without_bfloat16
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan
 from llmpq.planner.answer import Answer, answer, score, solve_options
 from llmpq.planner.cli.what_if import without
 from llmpq.planner.evaluate.fits import longest_context
-from llmpq.planner.problem.make_problem import make_problem
+from llmpq.planner.problem.make_problem import dense_note, make_problem
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.refusal import too_big_in_any_chunks
@@ -126,7 +126,7 @@ def instead_of_float32(
         alone = over_own_dtype(request, problem, usual_context=usual_context)
         if alone is not None and (not too_big_in_any_chunks(alone) or _reaches(alone, problem)):
             said = f"{_cards(without_bfloat16(problem.cluster))} {LEFT_OUT}"
-            return alone, of_unused(notes, said)
+            return alone, of_unused(problem, notes, said)
     return problem, list(notes)
 
 
@@ -148,13 +148,21 @@ def where_unused(
     alone = over_own_dtype(request, problem, usual_context=usual_context)
     if alone is None:
         return dtype, list(notes)
-    said = _unused(lacking, alone)
-    return alone.workload.dtype, [said if "no bfloat16" in note else note for note in notes]
+    note, said = _dtype_note(problem), _unused(lacking, alone)
+    return alone.workload.dtype, [said if n == note else n for n in notes]
 
 
-def of_unused(notes: Sequence[str], said: str) -> list[str]:
-    """Return a job's notes where cards that lack bfloat16 have no part in it, as `said` says."""
-    return [said if "no bfloat16" in n else n for n in notes if "makes them dense" not in n]
+def of_unused(problem: Problem, notes: Sequence[str], said: str) -> list[str]:
+    """Return a job's notes where cards that lack bfloat16 have no part in it, as `said` says.
+
+    `problem`: the job with these cards, of which the notes are.
+    """
+    note, dense = _dtype_note(problem), dense_note(problem.spec, problem.cluster)
+    return [said if n == note else n for n in notes if n != dense]
+
+
+def _dtype_note(problem: Problem) -> str | None:
+    return dtype_note(problem.spec, problem.cluster, problem.workload.dtype)
 
 
 def _unused(lacking: Sequence[str], alone: Problem) -> str:

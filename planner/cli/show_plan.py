@@ -117,11 +117,11 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         own = None  # the engines that are best need these cards
     if own is not None:
         best, said = own
+        notes = of_unused(problem, notes, said)
         problem = best.problem
         if several is not None:  # of the job with all cards
             shared = _may_share(request, problem, options)
             several = _several(request, problem, best, options, path) if shared else None
-        notes = of_unused(notes, said)
         job = replace(job, problem=problem, notes=notes)
     if several is not None and several.single is not None:
         best, several = several.single, replace(several, topology=None)

@@ -297,12 +297,15 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
     if workload.kv is not KVPrecision.KV16:
         lacking.append(packed_kv_sentence(kinds))
     notes += [f"warning: {sentence}" for sentence in lacking if sentence is not None]
-    old = without_tensor_cores(kinds)
-    return notes + ([_dense_note(old, spec)] if old else [])
+    dense = dense_note(spec, cluster)
+    return notes + ([] if dense is None else [dense])
 
 
-def _dense_note(kinds: Sequence[str], spec: ModelSpec) -> str:
+def dense_note(spec: ModelSpec, cluster: Cluster) -> str | None:
     """Say what few bits and experts cost on GPUs whose tensor cores Triton does not drive."""
+    kinds = without_tensor_cores([(device.kind, device.spec) for device in cluster.devices])
+    if not kinds:
+        return None
     more = ", and experts run one by one" if spec.experts else ""
     return (
         f"{', '.join(kinds)}: on GPUs before Ampere llmpq-dist reads weights of few bits as they "

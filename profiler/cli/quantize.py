@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from llmpq.checkpoints.hub import local_model
-from llmpq.commands.command_line import end_of
+from llmpq.commands.command_line import run_command
 from llmpq.errors import ExitCode
 from llmpq.families import FAMILIES
 from llmpq.memory import Quantization
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     words = sys.argv[1:] if argv is None else argv
-    return end_of(
+    return run_command(
         "llmpq-quantize",
         lambda: quantize(quantize_parser().read_as(QuantizeRequest, words)),
         interrupted="stopped; run the same command again to continue",

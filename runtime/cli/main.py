@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmpq.commands.command_line import CommandParser, end_of
+from llmpq.commands.command_line import CommandParser, run_command
 from llmpq.errors import unknown_name
 from llmpq.runtime.cli import tool_flags
 from llmpq.runtime.cli.chat_flags import ChatOptions, chat_parser
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = words.pop(0) if words and not words[0].startswith("-") else "run"
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("llmpq").setLevel(logging.INFO)
-    return end_of(
+    return run_command(
         "llmpq-dist",
         lambda: _run(name, words),
         interrupted=_interrupted(name),

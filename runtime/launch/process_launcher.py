@@ -20,7 +20,7 @@ from llmpq.runtime.launch.launcher import Launcher, StageHandle
 from llmpq.runtime.launch.stages.fork_server import STAGE_PROCESS
 from llmpq.runtime.launch.stages.forked_process import ForkServer
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
-from llmpq.runtime.launch.stages.stage_wire import plan_data, read_answer, write_args
+from llmpq.runtime.launch.stages.stage_wire import answer_of, plan_data, write_args
 
 
 class ProcessLauncher(Launcher):
@@ -93,17 +93,7 @@ class ProcessStage:
 
     def call(self, method: str, *args: object) -> Future[Any]:
         """Call a method of the stage's worker."""
-        answer: Future[Any] = Future()
-
-        def arrived(inner: Future[Any]) -> None:
-            error = inner.exception()
-            if error is None:
-                answer.set_result(read_answer(method, inner.result()))
-            else:
-                answer.set_exception(error)
-
-        self._child.call(method, *write_args(method, args)).add_done_callback(arrived)
-        return answer
+        return answer_of(method, self._child.call(method, *write_args(method, args)))
 
     def kill(self, pid: int = 0) -> None:
         """End the process, a stopped one too."""

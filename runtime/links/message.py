@@ -31,8 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmpq.runtime.request import PagedRow, StepKind, StepMessage
-from llmpq.runtime.row_sampling import RowSampling
+from llmpq.runtime.request import PagedRow, RowSampling, StepKind, StepMessage
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.token_rules import NO_RULES
 from llmpq.speculation import MAX_GAMMA

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmpq.runtime.device_copies import upload
-from llmpq.runtime.request import NOT_FINITE_TOKEN
-from llmpq.runtime.row_sampling import RowSampling
+from llmpq.runtime.request import NOT_FINITE_TOKEN, RowSampling
 from llmpq.runtime.sampling_params import SamplerConfig
 
 __all__ = [

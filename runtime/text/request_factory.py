@@ -213,7 +213,8 @@ class RequestFactory:
             number = self._num_requests
             self._num_requests += params.n
         requests = tuple(
-            replace(first, id=number + j, sampling=params.choice(seed + j)) for j in range(params.n)
+            replace(first, id=number + j, sampling=params.sampler_config(seed + j))
+            for j in range(params.n)
         )
         shown = str(requests[0].id) if name is None else name
         return PreparedPrompt(

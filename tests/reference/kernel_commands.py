@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmpq.commands.command_line import CommandParser, Section, end_of
+from llmpq.commands.command_line import CommandParser, Section, run_command
 
 T = TypeVar("T")
 
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "--help-all"):
         sys.stdout.write(USAGE)
         return 0 if words else 2
-    return end_of(PROGRAM, lambda: _run(words))
+    return run_command(PROGRAM, lambda: _run(words))
 
 
 def _run(words: list[str]) -> int:

@@ -129,7 +129,7 @@ def test_neutral_values_are_taken():
         min_p=0, presence_penalty=0, repetition_penalty=1, logit_bias={}, stop=[], bad_words=[],
         logprobs=None, min_tokens=0, max_tokens=None, seed=-5,
     )  # fmt: skip
-    assert params.choice(-5).seed == 2**63 - 5
+    assert params.sampler_config(-5).seed == 2**63 - 5
 
 
 def test_a_seed_of_minus_one_is_none():

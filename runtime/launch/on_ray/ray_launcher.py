@@ -23,6 +23,7 @@ from llmpq.runtime.launch.on_ray.connect import ray_cluster
 from llmpq.runtime.launch.on_ray.placement import Reserved, give_back, own_raylet, reserve
 from llmpq.runtime.launch.on_ray.ray_stage import RayStage
 from llmpq.runtime.launch.on_ray.ray_watch import SILENCE, Raylet, RayWatch
+from llmpq.runtime.launch.stages.stage_process import STAGE_CALLS
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_wire import plan_data
 from llmpq.runtime.options import EngineOptions
@@ -37,32 +38,7 @@ heartbeats."""
 RemoteStageWorker = actor_class(
     "llmpq.runtime.launch.stages.stage_wire",
     "RemoteStageWorker",
-    (
-        "identity",
-        "heartbeat",
-        "end",
-        "load",
-        "open_rendezvous",
-        "join",
-        "run",
-        "halt",
-        "leave",
-        "move",
-        "submit",
-        "abort",
-        "reset_prefix_cache",
-        "stop",
-        "take_rules",
-        "guide_is_ready",
-        "noted",
-        "finish_submitting",
-        "poll",
-        "health",
-        "work",
-        "record",
-        "peak_memory",
-        "speculation",
-    ),
+    (*STAGE_CALLS, "heartbeat", "end", "stop"),
 )
 
 

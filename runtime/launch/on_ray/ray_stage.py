@@ -13,7 +13,7 @@ import ray
 
 from llmpq.child import CallFailed
 from llmpq.out_of_memory import first_line
-from llmpq.runtime.launch.stages.stage_wire import read_answer, write_args
+from llmpq.runtime.launch.stages.stage_wire import answer_of, write_args
 
 
 class RayStage:
@@ -24,18 +24,8 @@ class RayStage:
 
     def call(self, method: str, *args: object) -> Future[Any]:
         """Call a method of the actor."""
-        answer: Future[Any] = Future()
-
-        def arrived(inner: Future[Any]) -> None:
-            error = inner.exception()
-            if error is None:
-                answer.set_result(read_answer(method, inner.result()))
-            else:
-                answer.set_exception(failure_of(error))
-
         sent = getattr(self._actor, method).remote(*write_args(method, args))
-        sent.future().add_done_callback(arrived)
-        return answer
+        return answer_of(method, sent.future(), failure_of)
 
     def kill(self, pid: int = 0) -> None:
         """End the actor's process; by its number, if it is known, even if it is stopped."""

@@ -20,7 +20,7 @@ more is. With the same priority a token waits for a core while the stages have t
 others do: nothing is sent until it has."""
 SWITCH_S = 0.0005
 """How long the loop that feeds a device may wait for a thread that answers a call."""
-CALLS = (
+STAGE_CALLS = (
     "identity",
     "load",
     "open_rendezvous",
@@ -42,12 +42,10 @@ CALLS = (
     "record",
     "speculation",
     "peak_memory",
-    "look",
-    "try_gpus",
-    "try_copies",
-    "try_links",
 )
-"""What such a process answers: methods of `StageWorker`, of a survey and of a probe."""
+"""Methods of `StageWorker` that are called from other processes."""
+CALLS = (*STAGE_CALLS, "look", "try_gpus", "try_copies", "try_links")
+"""What such a process answers: besides, methods of a survey and of a probe."""
 
 
 def make(first: dict[str, Any]) -> Any:

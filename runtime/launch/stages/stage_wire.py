@@ -1,6 +1,6 @@
 """Calls of a `StageWorker` as JSON data, for stages that are other processes or Ray actors.
 
-Stages of the driver's own process are called with values. Elsewhere `write_args` and `read_answer`
+Stages of the driver's own process are called with values. Elsewhere `write_args` and `answer_of`
 stand at the driver's end of a call, `RemoteStageWorker` at the stage's. No torch.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
@@ -73,6 +74,25 @@ _VALUES: Mapping[str, Callable[[Any], Any]] = {
     "record": StageRecord.from_data,
 }
 """Method -> what reads its answer; the others answer with plain data."""
+
+
+def answer_of(
+    method: str,
+    sent: Future[Any],
+    failure: Callable[[BaseException], BaseException] = lambda error: error,
+) -> Future[Any]:
+    """Return the value of a call that was sent with `write_args`; `failure`: makes its error."""
+    answer: Future[Any] = Future()
+
+    def arrived(inner: Future[Any]) -> None:
+        error = inner.exception()
+        if error is None:
+            answer.set_result(read_answer(method, inner.result()))
+        else:
+            answer.set_exception(failure(error))
+
+    sent.add_done_callback(arrived)
+    return answer
 
 
 class RemoteStageWorker:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.commands.command_line import CUT_SHORT, CommandParser, Only, end_of
+from llmpq.commands.command_line import CUT_SHORT, CommandParser, Only, run_command
 from llmpq.errors import DoesNotFitError
 from llmpq.version import __version__
 
@@ -167,7 +167,7 @@ def test_endings(error: BaseException, code: int, said: str) -> None:
         raise error
 
     err = io.StringIO()
-    assert end_of("x", run, err=err) == code
+    assert run_command("x", run, err=err) == code
     assert said in err.getvalue()
 
 
@@ -176,7 +176,7 @@ def test_an_error_of_ours_is_not_hidden() -> None:
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        end_of("x", run)
+        run_command("x", run)
 
 
 def test_a_request_gets_only_what_was_declared() -> None:
@@ -188,9 +188,9 @@ def test_a_request_gets_only_what_was_declared() -> None:
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_has_enough_is_no_error(unbuffered: str) -> None:
     """`llmpq-... | head -1` says nothing and ends as other commands do."""
-    code = "import sys; from llmpq.commands.command_line import end_of\n"
+    code = "import sys; from llmpq.commands.command_line import run_command\n"
     code += "def run():\n    [print(k) for k in range(100_000)]\n    return 0\n"
-    code += "sys.exit(end_of('x', run))"
+    code += "sys.exit(run_command('x', run))"
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     writer = [sys.executable, "-c", code]
     with subprocess.Popen(
@@ -209,5 +209,5 @@ def test_a_broken_pipe_elsewhere_is_told() -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
     err = io.StringIO()
-    assert end_of("x", run, err=err) == 2
+    assert run_command("x", run, err=err) == 2
     assert "Broken pipe" in err.getvalue()

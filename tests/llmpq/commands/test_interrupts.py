@@ -12,7 +12,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from llmpq.commands.command_line import end_of
+from llmpq.commands.command_line import run_command
 from llmpq.commands.interrupts import AGAIN_S
 from llmpq.errors import ExitCode
 
@@ -41,7 +41,7 @@ def test_an_interrupt_that_is_lost_comes_again(
 
     signal.signal(number, signal.default_int_handler)  # a shell may have it ignored
     before = signal.getsignal(number)
-    assert end_of("llmpq-x", run, interrupted="stopped") == ExitCode.INTERRUPTED
+    assert run_command("llmpq-x", run, interrupted="stopped") == ExitCode.INTERRUPTED
     assert lost == [number] * 2 and capsys.readouterr().err == "llmpq-x: stopped\n"
     assert signal.getsignal(number) is before
 
@@ -61,7 +61,7 @@ def test_what_is_cleaned_up_is_not_interrupted_again() -> None:
             done.append(True)
         return 0
 
-    assert end_of("llmpq-x", run) == ExitCode.INTERRUPTED and done == [True]
+    assert run_command("llmpq-x", run) == ExitCode.INTERRUPTED and done == [True]
 
 
 def test_what_an_interrupt_breaks_is_an_interrupt() -> None:
@@ -70,7 +70,7 @@ def test_what_an_interrupt_breaks_is_an_interrupt() -> None:
             interrupted(signal.SIGTERM)
         raise ImportError("cannot load module more than once per process")
 
-    assert end_of("llmpq-x", run) == ExitCode.INTERRUPTED
+    assert run_command("llmpq-x", run) == ExitCode.INTERRUPTED
 
 
 def test_a_second_signal_ends_a_clean_up() -> None:
@@ -82,14 +82,14 @@ def test_a_second_signal_ends_a_clean_up() -> None:
         return 0
 
     start_s = time.monotonic()
-    assert end_of("llmpq-x", run) == ExitCode.INTERRUPTED
+    assert run_command("llmpq-x", run) == ExitCode.INTERRUPTED
     assert time.monotonic() - start_s < 50
 
 
 COMMAND = """
 import signal, subprocess, sys, threading, time
 from llmpq.commands import interrupts
-from llmpq.commands.command_line import end_of
+from llmpq.commands.command_line import run_command
 
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.default_int_handler)  # a shell may have them ignored
@@ -118,7 +118,7 @@ def run():
         child.kill()
         child.wait()
 
-sys.exit(end_of("x", run, interrupted="interrupted", own_process=True))
+sys.exit(run_command("x", run, interrupted="interrupted", own_process=True))
 """
 
 

@@ -18,8 +18,7 @@ from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.stages.stage_wire import read_request, write_request
 from llmpq.runtime.links.message import pack_header, unpack_header
-from llmpq.runtime.request import Request, StepKind, StepMessage
-from llmpq.runtime.row_sampling import RowSampling
+from llmpq.runtime.request import Request, RowSampling, StepKind, StepMessage
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize

@@ -11,8 +11,7 @@ import torch
 
 from llmpq.runtime.models.ruled_sampling import ConstrainedSampler, scores
 from llmpq.runtime.models.sampling import probabilities, sample
-from llmpq.runtime.request import StepKind
-from llmpq.runtime.row_sampling import RowSampling
+from llmpq.runtime.request import RowSampling, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step import message_of_rows
 from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput, Thought
