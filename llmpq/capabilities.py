@@ -24,7 +24,6 @@ ExecutionMode = Literal[
     "gpu_packed_kv",
     "gpu_packed_float32",
     "gpu_rounded",
-    "quantize",
 ]
 EXECUTION_MODES: dict[ExecutionMode, str] = {
     "gpu": "a GPU",
@@ -33,7 +32,6 @@ EXECUTION_MODES: dict[ExecutionMode, str] = {
     "gpu_packed_kv": "a KV cache of 8, 4 or 2 bits on a GPU",
     "gpu_packed_float32": "a KV cache of 8, 4 or 2 bits on a GPU",
     "gpu_rounded": "rounded activations (w8a8, w4a4) on a GPU",
-    "quantize": "a copy that llmpq-quantize writes",
 }
 """How a sentence names each. Everything runs on a CPU with 16-bit KV at every precision."""
 
@@ -104,7 +102,7 @@ FEATURES: tuple[Feature, ...] = (
     _feature(
         "sparse attention over chosen tokens",
         lambda spec, _: spec.indexer is not None,
-        *("gpu", "gpu_rounded", "quantize"),
+        *("gpu_packed_kv", "gpu_rounded"),
     ),
     _feature("several streams (AltUp)", lambda s, _: s.altup is not None, "gpu_rounded"),
     _feature("sparse gates", lambda s, _: any(s.gate_sparsities), "gpu_rounded"),
@@ -204,7 +202,6 @@ REMEDY: dict[ExecutionMode, str] = {
     "gpu_packed_kv": "plan with --kv 16",
     "gpu_packed_float32": "plan with --kv 16, or with --dtype bfloat16",
     "gpu_rounded": "plan with weight-only precisions (w8a16, w4a16)",
-    "quantize": "plan the model itself at fewer bits: its layers are rounded while they load",
 }
 
 

@@ -299,7 +299,7 @@ class ModelSpec:
             queries.append(("index_q", wide, latent.q_rank, False))
         return [
             *queries,
-            ("kv_a", latent.kv_rank + latent.rope_dim, h, False),
+            ("kv_a", latent.dim, h, False),
             ("o", h, self.heads * latent.v_dim, o_bias),
         ]
 

@@ -133,6 +133,16 @@ class ChosenKeys:
 
 
 @dataclass(frozen=True, eq=False)
+class IndexQueries:
+    """What an indexer asks of the keys that stand behind latents, by token; X heads, C channels."""
+
+    q_TXC: Tensor
+    weights_TX: Tensor
+    """What the scores of each head are multiplied by."""
+    topk: int
+
+
+@dataclass(frozen=True, eq=False)
 class ScoreRule:
     """What a layer does to its scores beside scaling them; none of it with ALiBi."""
 

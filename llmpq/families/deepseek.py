@@ -64,7 +64,7 @@ def latent_fields(config: Config, *, knows: tuple[str, ...] = ()) -> dict[str, A
         "rotary_dim": None,
         "latent": latent,
         "kv_heads": 1,
-        "head_dim": latent.kv_rank + latent.rope_dim,
+        "head_dim": latent.dim,
         "score_factor": latent.q_head_dim**-0.5 * yarn_score_factor(config),
     }
 

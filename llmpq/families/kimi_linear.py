@@ -65,7 +65,7 @@ def fields(given: Config) -> dict[str, Any]:
         "hidden": size(config, "hidden_size"),
         "heads": size(config, "num_attention_heads"),
         "kv_heads": 1,
-        "head_dim": latent.kv_rank + latent.rope_dim,
+        "head_dim": latent.dim,
         "vocab": size(config, "vocab_size"),
         "max_positions": size(config, "max_position_embeddings"),
         "positions": "none",

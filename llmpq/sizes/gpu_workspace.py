@@ -18,6 +18,7 @@ from functools import lru_cache
 from llmpq.families.common.spec_values import Recurrent
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.stage_shape import StageShape
 from llmpq.sizes.state_size import PAIRED_TOKENS
 from llmpq.sizes.step_padding import gpu_padded
@@ -40,6 +41,12 @@ OUTPUTS_LEAVING = 2
 """Outputs of the largest size that may be on their way while the next one is made: a stage waits
 for a slower one behind it (runtime/links/device_links.py, runtime/links/peer_links.py)."""
 
+CHOSEN_ELEMENTS = 1 << 24
+"""Scores of an indexer's queries, or sums of latents over what it chose, that are made at a time
+(kernels/kv/paged/chosen_latents.py)."""
+PART_ELEMENTS = 1 << 21
+"""Of the parts of a few rows' sums: 16 heads of 512 channels of as many programs as run at once."""
+
 LIBRARY_BYTES = 66 << 20
 """cuBLAS takes 32 MiB on each of two streams, prompts' and graphs'; the rest is rounding (H200)."""
 
@@ -54,8 +61,9 @@ def gpu_workspace_bytes(spec: ModelSpec, workload: Workload, stage: StageShape) 
     # Messages between stages carry no padding.
     rows, decode_rows = stage.prefill_microbatch, stage.decode_microbatch
     tokens = (rows * chunk, decode_rows)
-    prefill = _Shape(rows, gpu_padded(tokens[0]), e, kv, fresh=True)
-    decode = _Shape(decode_rows, decode_rows, e, kv, fresh=False)
+    longest = workload.max_len
+    prefill = _Shape(rows, gpu_padded(tokens[0]), longest, e, kv, fresh=True)
+    decode = _Shape(decode_rows, decode_rows, longest, e, kv, fresh=False)
     hidden = [count * spec.hidden * e for count in tokens]
     inbox = 0 if stage.first else INBOX_SLOTS * max(hidden)
     moments = []
@@ -86,6 +94,8 @@ class _Shape:
     rows: int
     tokens: int
     """Of all rows, with the step's padding."""
+    longest: int
+    """Tokens of a request at most."""
     element_bytes: int
     kv: KVPrecision
     fresh: bool
@@ -141,6 +151,7 @@ def _layer_moments(
 
     if spec.latent is not None:
         yield unit * (2 * h + g + _latent_features(spec))
+        yield unit * (2 * h + g) + _chosen_bytes(spec, shape)
     else:
         gate = q if spec.attention_gate else 0
         yield unit * 2 * h + product(q + gate + 2 * g, h)
@@ -200,9 +211,35 @@ def _latent_features(spec: ModelSpec) -> int:
     """
     latent = spec.latent
     assert latent is not None
-    absorbed, wide = spec.heads * latent.kv_rank, spec.heads * spec.head_dim
+    absorbed, wide = spec.heads * latent.kv_rank, spec.heads * latent.dim
     made = spec.heads * latent.q_head_dim + absorbed + wide
     return max(made, wide + absorbed + spec.heads * latent.v_dim)
+
+
+def _chosen_bytes(spec: ModelSpec, shape: _Shape) -> int:
+    """Return what attention to keys that an indexer chooses holds beside x and its entries.
+
+    Queries of both, an indexer's twice as they are rotated, and the sums; then of some tokens at a
+    time every key's score, the best ones and their positions (once more while they are sorted), and
+    float32 sums, of which few rows leave several parts.
+    """
+    latent, form = spec.latent, spec.indexer
+    if latent is None or form is None or shape.longest <= form.topk:
+        return 0
+    sums = spec.heads * latent.kv_rank
+    keys = -(-shape.longest // BLOCK_TOKENS) * BLOCK_TOKENS
+    tokens = min(shape.tokens, chosen_at_once(keys, sums))
+    made = spec.heads * latent.dim + 2 * form.heads * form.dim + sums
+    parts = max(tokens * sums, PART_ELEMENTS)
+    return shape.unit * made + tokens * (4 * keys + 2 * 12 * form.topk) + 4 * parts
+
+
+def chosen_at_once(keys: int, sums: int) -> int:
+    """Return how many tokens of a step choose keys and attend to them together, 16 at least.
+
+    `keys`: of the longest request. `sums`: elements of a token's sums, of all heads.
+    """
+    return max(16, CHOSEN_ELEMENTS // max(keys, sums) // 16 * 16)
 
 
 def wide_features(spec: ModelSpec) -> int:

@@ -159,7 +159,8 @@ def linears(layer: DecoderLayer) -> dict[str, Linear]:
             owner = layer.get_submodule(before)
             called = owner.called if isinstance(owner, Attention) and last == "qkv" else last
             name = f"{before}.{called}".partition(".")[2]
-            found[name.removeprefix("attention.").removeprefix("recurrent.")] = part
+            name = name.removeprefix("attention.").removeprefix("recurrent.")
+            found[name.replace("index.", "index_")] = part
     return found
 
 

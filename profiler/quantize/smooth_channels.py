@@ -24,7 +24,10 @@ from torch import Tensor
 from llmpq.profiler.quantize.layer_walk import Hessian, LayerView
 
 READERS = {
-    "attn_norm": ("qkv", "qk", "q", "q_a", "kv_a", "mixer_in", "step"),
+    "attn_norm": (
+        *("qkv", "qk", "q", "q_a", "kv_a", "mixer_in", "step"),
+        *("index_k", "index_weights"),
+    ),
     "mlp_norm": ("gate_up", "up", "router", "shared_gate"),
 }
 """Norm -> the matrices that read it, of every expert."""

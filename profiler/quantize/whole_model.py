@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.capabilities import ExecutionMode, require
 from llmpq.checkpoints.quantization_config import OWN_FORM
 from llmpq.file_form import read_json
 from llmpq.kernels.formats.atom_scheme import AtomScheme
@@ -85,9 +84,7 @@ def quantize_model(
     dtype: torch.dtype = torch.float32,
     on_layer: OnLayer = lambda index, size, resumed: None,
 ) -> None:
-    """Write the quantised model to `target`; `ValueError` for a model that no copy is read of."""
-    ways: tuple[ExecutionMode, ...] = ("quantize",)
-    require(job.spec, ways, max_len=job.spec.max_positions)
+    """Write the quantised model to `target`."""
     _claim(target, job.description(source, dtype))
     stored = DTYPES[job.spec.dtype]
     writer = CheckpointWriter(target, job.spec, source)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.capabilities import ExecutionMode, require
+from llmpq.capabilities import execution_modes, require
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.forwarding_kv import DraftedKV
 from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
@@ -76,8 +76,12 @@ class StageRunner:
         `layers`: their numbers in the model. `kv`: the pool's precision. `head`: the model's own
         that drafts (mtp), on the last stage.
         """
-        packed: tuple[ExecutionMode, ...] = ("packed_kv",) if mode in READS_KV4 else ()
-        require(self.model.whole_spec, ("drafts", *packed), max_len=size.max_len - 1)
+        ways = execution_modes(
+            gpu=self._device.type == "cuda",
+            kv=KVPrecision.KV4 if mode in READS_KV4 else KVPrecision.KV16,
+            drafts=True,
+        )
+        require(self.model.whole_spec, ways, max_len=size.max_len - 1)
         states, extra = self.kv.states, 0
         if states is not None:
             extra = states.keep_notes(NOTED_TOKENS)

@@ -38,7 +38,7 @@ class GpuPackedLatents(GpuPackedKV):
 
     def attend(self, layer: int, inputs: AttentionInputs, step: PagedStep) -> Tensor:
         """Append the step's latents (their positions are in them), return sums [1, T, H, rank]."""
-        assert inputs.rotation is None and inputs.scoring.rule.is_plain
+        assert inputs.rotation is None and inputs.index is None and inputs.scoring.rule.is_plain
         out_THV = attend_packed_latents(
             *(inputs.q_BQHD[0], inputs.k_BQGD[0, :, 0], self._layers[layer]),
             *(self._rows(step), self.launches, self._fmt),

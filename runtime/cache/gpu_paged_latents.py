@@ -1,6 +1,7 @@
 """The pool of latents (MLA) of a stage on a GPU, unquantised, its block table on the device.
 
-    pool [layers, blocks, 1, 128, D]     a token's one vector for all heads, its values as well
+    pool [layers, blocks, 1, 128, D]     a token's one vector for all heads, its values as well;
+                                         behind it an indexer's key, where one chooses
 
 Legend: T tokens of a step, H query heads, D channels of a latent, S slots, M blocks.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.fused.rope_append import rope_append_pages
+from llmpq.kernels.kv.paged.chosen_latents import attend_chosen_latents, token_rows
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan, attend_latent_pages
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
@@ -45,8 +47,14 @@ class GpuPagedLatents(GpuPagedKVBase):
         self._pool = torch.zeros(shape, dtype=dtype, device=device)
         self._on_host = HostBlocks((self._pool,))
         self._table_SM = torch.zeros((size.slots, self.columns), dtype=torch.int32, device=device)
-        rank = spec.latent.kv_rank
-        self.launches = LatentPlan.of(spec.heads, spec.head_dim, rank, dtype, device)
+        self.launches = LatentPlan.of(
+            spec.heads,
+            spec.latent.dim,
+            spec.latent.kv_rank,
+            dtype,
+            device,
+            index_dim=spec.head_dim - spec.latent.dim,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -65,14 +73,22 @@ class GpuPagedLatents(GpuPagedKVBase):
         return k_NGD[None], k_NGD[None]
 
     def attend(self, layer: int, inputs: AttentionInputs, step: PagedStep) -> Tensor:
-        """Append the step's latents (their positions are in them), return sums [1, T, H, rank]."""
+        """Append the step's entries (their positions are in them), return sums [1, T, H, rank]."""
         assert inputs.rotation is None and inputs.scoring.rule.is_plain
         pool, new_TGD = self._pool[layer], inputs.k_BQGD[0].contiguous()
         at = (step.where.places_T, step.where.positions_T, None)
         rope_append_pages(new_TGD, new_TGD, new_TGD, pool, pool, *at)
+        q_THD, scale = inputs.q_BQHD[0], inputs.scoring.scale
+        if inputs.index is not None:
+            rows_4T = step.once("token rows", lambda: token_rows(step.where))
+            return attend_chosen_latents(
+                *(q_THD, inputs.index, pool, rows_4T, self._table_SM, self.launches),
+                scale=scale,
+                longest=step.max_end,
+            )[None]
         out_THV = attend_latent_pages(
-            *(inputs.q_BQHD[0], pool, step.rows_FR, self._table_SM, self.launches),
-            scale=inputs.scoring.scale,
+            *(q_THD, pool, step.rows_FR, self._table_SM, self.launches),
+            scale=scale,
             chunks=step.chunks,
         )
         return out_THV[None]

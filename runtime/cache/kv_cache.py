@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import Tensor
 
-from llmpq.kernels.kv.reference import ScoreRule, Scoring
+from llmpq.kernels.kv.reference import IndexQueries, ScoreRule, Scoring
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
 
@@ -37,6 +37,8 @@ class AttentionInputs:
     rotation: StepRotation | None = None
     """The positions that queries and keys have yet to get, from the cache; None: they have them.
     Pools of a GPU alone rotate."""
+    index: IndexQueries | None = None
+    """What chooses the keys that are attended to, of a pool of a GPU; elsewhere `Scoring` says."""
 
 
 class KVCache(ABC, Generic[StepT]):

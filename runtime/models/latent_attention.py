@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llmpq.families.common.spec_values import Indexer
-from llmpq.kernels.kv.reference import EVERYTHING, ChosenKeys, ScoreRule, Scoring
+from llmpq.kernels.kv.reference import (
+    EVERYTHING,
+    ChosenKeys,
+    IndexQueries,
+    ScoreRule,
+    Scoring,
+)
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import AttentionInputs, KVCache
 from llmpq.runtime.models.attention import query_factors
@@ -41,6 +47,11 @@ class Index(nn.Module):
         self.key_Ih = key_Ih
         self.norm = norm
         self.weights_Hh = weights_Hh
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether calibration looks at what `q` is given, be there few tokens to choose from."""
+        return bool(self.q._forward_pre_hooks)
 
     def queries(self, small_BQR: Tensor) -> Tensor:
         """Return [B, Q, heads, I], over the root of I, not yet rotated."""
@@ -95,37 +106,45 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
         """Return o(attention) [B, Q, h] of cache layer `layer`."""
-        if self.index is not None:
-            return self._indexed(self.index, x_BQh, layer, step, kv)
-        q_BQHD, cached_BQ1D = self.queries(x_BQh, step), self.cached(x_BQh, step)
+        inputs = self.inputs(x_BQh, step)
         del x_BQh
-        scoring = Scoring(self.scale)
-        inputs = AttentionInputs(q_BQHD, cached_BQ1D, cached_BQ1D, scoring)
         out = kv.attend(layer, inputs, step)
-        del q_BQHD, cached_BQ1D, inputs
+        del inputs
         return self.o(self.values(out[..., : self.latent.kv_rank]))
 
-    def _indexed(self, index: Index, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
-        """Return o(attention) over the tokens that the indexer chooses, all while they are few."""
-        form, width = index.form, self.latent.kv_rank + self.latent.rope_dim
-        q = functional.pad(self.queries(x_BQh, step), (0, form.dim))
-        key_BQ1I = self._rotated(index.keys(x_BQh), step)
-        cached = torch.cat((self.cached(x_BQh, step), key_BQ1I), dim=-1)
-        rule = EVERYTHING
-        if step.max_end > form.topk:
-            made = self._rotated(index.queries(self.q_norm(self.q_a(x_BQh))), step)
-            own = functional.pad(made, (width, 0))
+    def inputs(self, x_BQh: Tensor, step: Step) -> AttentionInputs:
+        """Return what a cache attends with; an indexer's queries as further heads."""
+        small = self._small(x_BQh)
+        q, cached = self._queries(small, step), self.cached(x_BQh, step)
+        index, rule = self.index, EVERYTHING
+        if index is not None:
+            q = functional.pad(q, (0, index.form.dim))
+        if index is not None and (step.max_end > index.form.topk or index.is_watched):
+            own = functional.pad(self._rotated(index.queries(small), step), (self.latent.dim, 0))
             own[..., 0] = index.weights(x_BQh)
             q = torch.cat((q, own), dim=2)
-            rule = ScoreRule(chosen=ChosenKeys(form.heads, form.topk, form.dim))
-        inputs = AttentionInputs(q, cached, cached, Scoring(self.scale, rule=rule))
-        out = kv.attend(layer, inputs, step)
-        return self.o(self.values(out[..., : self.latent.kv_rank]))
+            rule = ScoreRule(chosen=ChosenKeys(index.form.heads, index.form.topk, index.form.dim))
+        return AttentionInputs(q, cached, cached, Scoring(self.scale, rule=rule))
 
-    def queries(self, x_BQh: Tensor, step: Step) -> Tensor:
+    def paged_inputs(self, x_BQh: Tensor, step: Step) -> AttentionInputs:
+        """Return what a pool of a GPU attends with; it is asked to choose among more than topk."""
+        small = self._small(x_BQh)
+        q, cached = self._queries(small, step), self.cached(x_BQh, step)
+        index, chooses = self.index, None
+        if index is not None and step.max_end > index.form.topk:
+            made, weights = self._rotated(index.queries(small), step), index.weights(x_BQh)
+            chooses = IndexQueries(made[0], weights[0], index.form.topk)
+        return AttentionInputs(q, cached, cached, Scoring(self.scale), index=chooses)
+
+    def _small(self, x_BQh: Tensor) -> Tensor:
+        """Return what queries are made of: their small vector, or what is given."""
+        return x_BQh if self.q is not None else self.q_norm(self.q_a(x_BQh))
+
+    def _queries(self, small: Tensor, step: Step) -> Tensor:
         """Return the queries that meet latents, [B, Q, H, L + P]."""
-        batch, q_len, _ = x_BQh.shape
-        q = self._queries(x_BQh).view(batch, q_len, self.heads, self.latent.q_head_dim)
+        batch, q_len, _ = small.shape
+        made = (self.q_b if self.q is None else self.q)(small)
+        q = made.view(batch, q_len, self.heads, self.latent.q_head_dim)
         plain, rope = q.split([self.latent.nope_dim, self.latent.rope_dim], dim=-1)
         absorbed_BQHL = torch.einsum("bqhn,hnl->bqhl", plain, self._halves()[0])
         made = torch.cat((absorbed_BQHL, self._rotated(rope, step)), dim=-1)
@@ -141,17 +160,14 @@ class LatentAttention(nn.Module):
         made = torch.einsum("bqhl,hvl->bqhv", summed_BQHL, self._halves()[1])
         return made.flatten(2)
 
-    def _queries(self, x_BQh: Tensor) -> Tensor:
-        if self.q is not None:
-            return self.q(x_BQh)
-        return self.q_b(self.q_norm(self.q_a(x_BQh)))
-
     def cached(self, x_BQh: Tensor, step: Step) -> Tensor:
-        """Return what a token caches, [B, Q, 1, L + P]."""
+        """Return what a token caches, [B, Q, 1, L + P], and the indexer's key behind it."""
         made = self.kv_a(x_BQh)
         latent, rope = made.split([self.latent.kv_rank, self.latent.rope_dim], dim=-1)
-        positioned = self._rotated(rope[:, :, None], step)
-        return torch.cat((self.kv_norm(latent)[:, :, None], positioned), dim=-1)
+        parts = [self.kv_norm(latent)[:, :, None], self._rotated(rope[:, :, None], step)]
+        if self.index is not None:
+            parts.append(self._rotated(self.index.keys(x_BQh), step))
+        return torch.cat(parts, dim=-1)
 
     def _halves(self) -> tuple[Tensor, Tensor]:
         """Return the matrices of keys [H, N, L] and of values [H, V, L]."""

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.kv.paged.paged_rows import TokenPlaces
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import (
+    EVERYTHING,
+    ChosenKeys,
+    IndexQueries,
+    ScoreRule,
+    attend_chosen,
+)
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 
@@ -47,6 +53,35 @@ def paged_attend_reference(
         if rule.sinks_H is not None:
             x = torch.cat((x, rule.sinks_H.double()[:, None, None].expand(-1, count, 1)), dim=-1)
         out[own] = (x.softmax(dim=-1)[..., :end] @ v).transpose(0, 1).to(out.dtype)
+    return out
+
+
+def chosen_latents_reference(
+    q_THD: Tensor,
+    index: IndexQueries,
+    pool: Tensor,
+    rows_FR: Tensor,
+    table_SM: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """The twin of `attend_chosen_latents`, [T, H, ENTRY]: as CPUs do it; zeros for padding."""
+    dim, entry = q_THD.shape[-1], pool.shape[-1]
+    heads, channels = index.q_TXC.shape[1:]
+    own = torch.nn.functional.pad(index.q_TXC, (dim, 0))
+    own[..., 0] = index.weights_TX
+    queries = torch.cat((torch.nn.functional.pad(q_THD, (0, entry - dim)), own), dim=1)
+    out = queries.new_zeros(*q_THD.shape[:2], entry)
+    for slot, start, count, first, *_ in rows_FR.T.tolist():
+        if slot < 0 or count == 0:
+            continue
+        end, part = start + count, slice(first, first + count)
+        blocks = table_SM[slot, : -(-end // BLOCK_TOKENS)].long()
+        k_TD = pool[blocks][:, 0].flatten(0, 1)[:end]
+        seen_QT = torch.arange(end) <= torch.arange(start, end)[:, None]
+        seen_QT = seen_QT.to(pool.device)
+        chosen = ChosenKeys(heads, index.topk, channels)
+        out[part] = attend_chosen(queries[part], k_TD, seen_QT, chosen, scale=scale)
     return out
 
 

@@ -1,13 +1,16 @@
 """Attention of a step's rows of any lengths over latents (MLA) in blocks of a pool.
 
     pool [blocks, 1, PAGE, D]    token p of a request: p % PAGE of block table[slot, p // PAGE];
-                                 its first V channels are its values as well
+                                 its first V channels are its values as well; a token's entry may
+                                 go on behind them (an indexer's key)
     scores [R, N] = q [R, D] C^T [D, N]      D = MAIN + REST, a power of two and the rest
     out    [R, V] += p [R, N] C[:, :V]
 
     decode   rows of one token: program = HEADS query heads of a row, one of `splits` shares of its
              keys; `combine` merges a row's parts and gives padding zeros
     chunk    rows of several: program = TILE new tokens times HEADS query heads over all they see
+
+Where an indexer chose keys (chosen_latents.py) the row of one token reads those that a list names.
 
 Lengths and tables are read on the device (paged_rows.py), so a captured step serves any mix of as
 many rows and places. Cost: D elements of the pool a token, once for HEADS heads; 4 D operations per
@@ -41,11 +44,15 @@ BESIDE = 8192
 
 @triton.jit
 def _attended(
-    q, q_rest, pool, own_table, position, first, end, scale,
-    D: tl.constexpr, V: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, R: tl.constexpr,
-    N: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+    q, q_rest, pool, own_table, choice, position, first, end, scale,
+    D: tl.constexpr, ENTRY: tl.constexpr, V: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    R: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, CHOSEN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of some query rows over keys first..end-1; first is a multiple of N."""
+    """The softmax of some query rows over keys first..end-1; first is a multiple of N.
+
+    CHOSEN: those are places in `choice`, where the keys' positions are.
+    """
     d = tl.arange(0, MAIN)
     e = MAIN + tl.arange(0, REST if REST > 0 else 16)
     m_i = tl.full([R], -1.0e30, tl.float32)
@@ -54,9 +61,13 @@ def _attended(
     acc_rest = tl.zeros([R, REST if REST > 0 else 16], tl.float32)
     for t0 in tl.range(first, end, N, num_stages=STAGES):
         t = t0 + tl.arange(0, N)
-        block = tl.load(own_table + t0 // PAGE).to(tl.int64)
-        at = (block * PAGE + t % PAGE) * D
         live = t < end
+        if CHOSEN:
+            t = tl.load(choice + t, mask=live, other=0).to(tl.int32)
+            block = tl.load(own_table + t // PAGE, mask=live, other=0).to(tl.int64)
+        else:
+            block = tl.load(own_table + t0 // PAGE).to(tl.int64)
+        at = (block * PAGE + t % PAGE) * ENTRY
         c = tl.load(
             pool + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0
         )
@@ -112,14 +123,18 @@ def _store(
         tl.store(at + e[None, :], out_rest.to(kind), mask=used[:, None] & (e < V)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "columns", "splits"])
+@triton.jit(do_not_specialize=["num_rows", "columns", "splits", "num_chosen"])
 def decode_latents(
-    q_ptr, pool, rows, table, part_ptr, lse_ptr, scale, num_rows, columns, splits,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-    R: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
-    STAGES: tl.constexpr,
+    q_ptr, pool, rows, table, choice, part_ptr, lse_ptr, scale, num_rows, columns, splits,
+    num_chosen,
+    H: tl.constexpr, D: tl.constexpr, ENTRY: tl.constexpr, V: tl.constexpr, MAIN: tl.constexpr,
+    REST: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
+    CHOSEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One share of the keys of a row of one token, for HEADS query heads."""
+    """One share of the keys of a row of one token, for HEADS query heads.
+
+    CHOSEN: of the keys in the row's part of `choice` [R, num_chosen], those that it sees first.
+    """
     split = tl.program_id(0)
     row = tl.program_id(2)
     slot = tl.load(rows + row)
@@ -132,11 +147,15 @@ def decode_latents(
         used = (r < HEADS) & (head < H)
         q, q_rest = _queries(q_ptr, place * H + head, used, D, MAIN, REST)
         end = start + 1
+        if CHOSEN:
+            end = tl.minimum(end, num_chosen)
+            choice += row.to(tl.int64) * num_chosen
         share = ((end + N - 1) // N + splits - 1) // splits * N
         first = split * share
         out, out_rest, lse = _attended(
-            q, q_rest, pool, table + slot.to(tl.int64) * columns, tl.zeros([R], tl.int32) + start,
-            first, tl.minimum(end, first + share), scale, D, V, MAIN, REST, R, N, PAGE, STAGES,
+            q, q_rest, pool, table + slot.to(tl.int64) * columns, choice,
+            tl.zeros([R], tl.int32) + start, first, tl.minimum(end, first + share), scale,
+            D, ENTRY, V, MAIN, REST, R, N, PAGE, CHOSEN, STAGES,
         )  # fmt: skip
         part = (row.to(tl.int64) * H + head) * splits + split
         tl.store(lse_ptr + part, lse, mask=used)
@@ -173,8 +192,8 @@ def combine_latents(
 @triton.jit(do_not_specialize=["num_rows", "columns"])
 def chunk_latents(
     q_ptr, pool, rows, table, out_ptr, scale, num_rows, columns,
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-    R: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, ENTRY: tl.constexpr, V: tl.constexpr, MAIN: tl.constexpr,
+    REST: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """TILE new tokens of a row of several, times HEADS query heads."""
@@ -197,8 +216,9 @@ def chunk_latents(
         at = (place + new) * H + head
         q, q_rest = _queries(q_ptr, at, used, D, MAIN, REST)
         out, out_rest, _ = _attended(
-            q, q_rest, pool, table + slot * columns, start + tl.minimum(new, count - 1), 0,
-            start + tl.minimum(count, begin + TILE), scale, D, V, MAIN, REST, R, N, PAGE, STAGES,
+            q, q_rest, pool, table + slot * columns, table, start + tl.minimum(new, count - 1), 0,
+            start + tl.minimum(count, begin + TILE), scale,
+            D, ENTRY, V, MAIN, REST, R, N, PAGE, False, STAGES,
         )  # fmt: skip
         _store(out_ptr, V, at, used, out, out_rest, V, MAIN, REST)
 
@@ -216,6 +236,9 @@ class LatentPlan:
 
     heads: int
     dim: int
+    """Channels that queries meet."""
+    entry_dim: int
+    """Channels of a token in the pool."""
     value_dim: int
     rows: int
     """Query rows of a program: some heads, of a chunk's program times new tokens."""
@@ -227,9 +250,16 @@ class LatentPlan:
     @classmethod
     @functools.cache
     def of(
-        cls, heads: int, dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+        cls,
+        heads: int,
+        dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        index_dim: int = 0,
     ) -> LatentPlan:
-        """Choose tiles that fit a program's shared memory."""
+        """Choose tiles that fit a program's shared memory; `index_dim`: of an indexer's keys."""
         (main, rest), block = halves(dim), shared_memory(device)[0]
         width, rows = (main + rest) * dtype.itemsize, 16
         fits = (
@@ -241,6 +271,7 @@ class LatentPlan:
         return cls(
             heads=heads,
             dim=dim,
+            entry_dim=dim + index_dim,
             value_dim=value_dim,
             rows=rows,
             tile_keys=keys,
@@ -270,6 +301,7 @@ class LatentPlan:
         return {
             "H": self.heads,
             "D": self.dim,
+            "ENTRY": self.entry_dim,
             "V": self.value_dim,
             "MAIN": main,
             "REST": rest,
@@ -318,34 +350,77 @@ def attend_latent_pages(
 ) -> Tensor:
     """Return o [T, H, V]; the step's own latents are in the pool already, padding gets zeros."""
     q_THD = q_THD.contiguous()
-    if tuple(pool.shape[1:]) != (1, BLOCK_TOKENS, plan.dim) or not pool.is_contiguous():
-        raise ValueError(
-            f"latents must be [blocks, 1, {BLOCK_TOKENS}, {plan.dim}] without gaps, got "
-            f"{list(pool.shape)} with strides {pool.stride()}"
-        )
-    places, num_rows, columns = len(q_THD), rows_FR.shape[1], table_SM.shape[1]
-    out = q_THD.new_empty(places, plan.heads, plan.value_dim)
-    splits = plan.splits(num_rows, columns * BLOCK_TOKENS)
-    parts = num_rows * plan.heads * splits
-    part = q_THD.new_empty(parts * plan.value_dim, dtype=torch.float32)
-    lse = q_THD.new_empty(parts, dtype=torch.float32)
-    groups = triton.cdiv(plan.heads, plan.program_heads)
-    given = (q_THD, pool, rows_FR, table_SM)
-    decode_latents[(splits, groups, num_rows)](
-        *(*given, part, lse, float(scale), num_rows, columns, splits), **plan.options()
-    )
-    combine_latents[(num_rows, plan.heads)](
-        *(part, lse, rows_FR, out, num_rows, splits),
-        H=plan.heads,
-        V=plan.value_dim,
-        PADDED=triton.next_power_of_2(plan.value_dim),
-        X=triton.next_power_of_2(splits),
-        num_warps=4,
-    )
+    require_entries(pool, plan)
+    num_rows, columns = rows_FR.shape[1], table_SM.shape[1]
+    out = q_THD.new_empty(len(q_THD), plan.heads, plan.value_dim)
+    parts = LatentParts.of(plan, num_rows, columns * BLOCK_TOKENS, q_THD.device)
+    attend_rows(q_THD, pool, rows_FR, table_SM, out, parts, plan, scale=scale, num_rows=num_rows)
     if chunks:
-        chunk_latents[(places // plan.tile_queries + num_rows, groups)](
-            *(*given, out, float(scale), num_rows, columns),
+        groups = triton.cdiv(plan.heads, plan.program_heads)
+        chunk_latents[(len(q_THD) // plan.tile_queries + num_rows, groups)](
+            *(q_THD, pool, rows_FR, table_SM, out, float(scale), num_rows, columns),
             **plan.options(),
             ROWS=triton.next_power_of_2(num_rows),
         )
     return out
+
+
+def require_entries(pool: Tensor, plan: LatentPlan) -> None:
+    """Refuse a pool of another form than the plan's."""
+    if tuple(pool.shape[1:]) != (1, BLOCK_TOKENS, plan.entry_dim) or not pool.is_contiguous():
+        raise ValueError(
+            f"latents must be [blocks, 1, {BLOCK_TOKENS}, {plan.entry_dim}] without gaps, got "
+            f"{list(pool.shape)} with strides {pool.stride()}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LatentParts:
+    """Where programs leave their shares of rows' sums, before they are merged."""
+
+    splits: int
+    sums: Tensor
+    lse: Tensor
+
+    @classmethod
+    def of(cls, plan: LatentPlan, rows: int, longest: int, device: torch.device) -> LatentParts:
+        """Return those of so many rows over `longest` keys at most."""
+        splits = plan.splits(rows, longest)
+        shape = (rows * plan.heads * splits, plan.value_dim)
+        sums = torch.empty(shape, dtype=torch.float32, device=device)
+        return cls(splits, sums, sums.new_empty(len(sums)))
+
+
+def attend_rows(
+    q_THD: Tensor,
+    pool: Tensor,
+    rows_FR: Tensor,
+    table_SM: Tensor,
+    out_THV: Tensor,
+    parts: LatentParts,
+    plan: LatentPlan,
+    *,
+    scale: float,
+    num_rows: int,
+    choice_RK: Tensor | None = None,
+) -> None:
+    """Write the sums of the first `num_rows` rows, of those that have one token, and padding.
+
+    `choice_RK`: positions of the keys that a row reads, those that it sees first; None: of all.
+    """
+    stride, columns = rows_FR.stride(0), table_SM.shape[1]
+    decode_latents[(parts.splits, triton.cdiv(plan.heads, plan.program_heads), num_rows)](
+        *(q_THD, pool, rows_FR, table_SM, table_SM if choice_RK is None else choice_RK),
+        *(parts.sums, parts.lse, float(scale), stride, columns, parts.splits),
+        0 if choice_RK is None else choice_RK.shape[1],
+        **plan.options(),
+        CHOSEN=choice_RK is not None,
+    )
+    combine_latents[(num_rows, plan.heads)](
+        *(parts.sums, parts.lse, rows_FR, out_THV, stride, parts.splits),
+        H=plan.heads,
+        V=plan.value_dim,
+        PADDED=triton.next_power_of_2(plan.value_dim),
+        X=triton.next_power_of_2(parts.splits),
+        num_warps=4,
+    )

@@ -128,7 +128,7 @@ class QueryGrowth:
 class Latent:
     """Multi-head latent attention (DeepSeek-V2): keys and values are made of one small vector.
 
-    A token caches `kv_rank + rope_dim` values. The first part of a query head (`nope_dim`) is
+    A token caches `dim` values. The first part of a query head (`nope_dim`) is
     multiplied by the matrix that would have made its keys, and is then scored against them.
     """
 
@@ -140,6 +140,11 @@ class Latent:
     rope_dim: int
     """Channels of a query head with positions; their key is shared by all heads."""
     v_dim: int
+
+    @property
+    def dim(self) -> int:
+        """Channels that a token caches, and that queries meet."""
+        return self.kv_rank + self.rope_dim
 
     @property
     def q_head_dim(self) -> int:

@@ -484,8 +484,7 @@ def attend_latents(
     part: LatentAttention, x_BQh: Tensor, index: int, step: Step, kv: KVCache
 ) -> Tensor:
     """Append a step's latents, return attention [B, Q, H * V] before the output product."""
-    new_BQ1D = part.cached(x_BQh, step)
-    queries = part.queries(x_BQh, step)
-    inputs = AttentionInputs(queries, new_BQ1D, new_BQ1D, Scoring(part.scale))
-    out = kv.attend(index, inputs, step)
-    return part.values(out if kv.pages is not None else out[..., : part.latent.kv_rank])
+    if kv.pages is not None:
+        return part.values(kv.attend(index, part.paged_inputs(x_BQh, step), step))
+    out = kv.attend(index, part.inputs(x_BQh, step), step)  # calibration
+    return part.values(out[..., : part.latent.kv_rank])

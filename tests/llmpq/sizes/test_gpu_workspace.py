@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from llmpq.families.common.spec_values import Indexer
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.gpu_workspace import (
@@ -34,7 +35,7 @@ def beside(
     work = Workload(
         batch=32,
         prompt_len=job.get("prompt", 512),
-        gen_len=100,
+        gen_len=job.get("longest", job.get("prompt", 512) + 100) - job.get("prompt", 512),
         kv=KVPrecision.KV16,
         dtype="bfloat16",
     )
@@ -56,6 +57,21 @@ def test_the_widest_moment_of_a_prompt_is_the_gate() -> None:
     """x, attention's result, y, its norm, gate and up, and their product; token ids; logits."""
     tokens = 32 * 512
     assert beside() == 2 * tokens * (4 * H + 3 * F) + 8 * tokens + 2 * 32 * V
+
+
+def test_an_indexer_holds_queries_scores_and_its_choice_of_some_tokens() -> None:
+    """Where requests are longer than its choice; 128 tokens at a time."""
+    v3 = ModelSpec.by_name("deepseek-v3")
+    form = Indexer(heads=64, dim=128, topk=2048)
+    spec = dataclasses.replace(v3, indexer=form, head_dim=v3.head_dim + form.dim, ffn=64, experts=0)
+    tokens, longest = 512, 131072
+    found = beside(spec=spec, prompt=tokens, prefill=1, decode=1, longest=longest)
+    entry, sums = 576 + 128, 128 * 512
+    whole = 2 * tokens * (2 * spec.hidden + entry + 128 * 576 + 2 * 64 * 128 + sums)
+    scores = 128 * (4 * longest + 24 * 2048)
+    assert found == whole + scores + 4 * 128 * sums + 8 * tokens + 2 * spec.vocab
+    short = beside(spec=spec, prompt=tokens, prefill=1, decode=1)
+    assert short < found - scores, "no request has more keys than it chooses"
 
 
 def test_a_recurrence_is_not_the_widest_moment_of_a_hybrid() -> None:

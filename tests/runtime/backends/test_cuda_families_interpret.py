@@ -56,6 +56,8 @@ KINDS = (
     "glm4_moe",
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "cohere",
     "cohere2",
     "falcon of one norm for each",

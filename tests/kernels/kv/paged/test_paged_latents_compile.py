@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 from llmpq.kernels.kv.paged import paged_latents  # noqa: E402
+from llmpq.kernels.kv.paged.chosen_latents import TILE_KEYS, score_keys  # noqa: E402
 from llmpq.kernels.kv.paged.paged_latents import (  # noqa: E402
     LatentPlan,
     chunk_latents,
@@ -20,13 +21,16 @@ from reference.cubin import (  # noqa: E402
 
 pytestmark = pytest.mark.compile
 KINDS = {
-    **dict.fromkeys(("rows", "table", "num_rows", "columns", "splits"), "i32"),
+    **dict.fromkeys(("num_rows", "columns", "splits", "num_chosen", "width"), "i32"),
     **dict.fromkeys(("rows", "table"), "*i32"),
-    **dict.fromkeys(("part_ptr", "lse_ptr"), "*fp32"),
+    **dict.fromkeys(("part_ptr", "lse_ptr", "score_ptr"), "*fp32"),
+    "choice": "*i64",
     "scale": "fp32",
 }
 # (query heads, channels, of them values): DeepSeek-V2-Lite, V3
 MODELS = [(16, 576, 512), (128, 576, 512)]
+# (query heads, heads of an indexer, their channels): DeepSeek-V3.2, GLM-5
+SPARSE = [(128, 64, 128), (64, 32, 128)]
 
 
 def compiled(kernel, arch, constants):
@@ -38,15 +42,31 @@ def compiled(kernel, arch, constants):
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
 
 
+def planned(monkeypatch, arch, model, **more):
+    LatentPlan.of.__func__.cache_clear()
+    monkeypatch.setattr(paged_latents, "shared_memory", lambda _: (SHARED_LIMIT[arch], 0))
+    plan = LatentPlan.of(*model, torch.bfloat16, torch.device("cpu"), **more)
+    LatentPlan.of.__func__.cache_clear()
+    return plan
+
+
 @pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
 @pytest.mark.parametrize("model", MODELS)
 def test_kernels_fit(monkeypatch, arch, model):
-    LatentPlan.of.__func__.cache_clear()
-    monkeypatch.setattr(paged_latents, "shared_memory", lambda _: (SHARED_LIMIT[arch], 0))
-    plan = LatentPlan.of(*model, torch.bfloat16, torch.device("cpu"))
-    LatentPlan.of.__func__.cache_clear()
-    compiled(decode_latents, arch, plan.options())
+    plan = planned(monkeypatch, arch, model)
+    compiled(decode_latents, arch, plan.options() | {"CHOSEN": False})
     compiled(chunk_latents, arch, plan.options() | {"ROWS": 64})
     combine = {"H": plan.heads, "V": plan.value_dim, "PADDED": 512, "X": 4}
     compiled(combine_latents, arch, combine | {"num_warps": 4})
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
+@pytest.mark.parametrize(("heads", "index_heads", "channels"), SPARSE)
+def test_kernels_of_chosen_keys_fit(monkeypatch, arch, heads, index_heads, channels):
+    plan = planned(monkeypatch, arch, (heads, 576, 512), index_dim=channels)
+    compiled(decode_latents, arch, plan.options() | {"CHOSEN": True})
+    sizes = {"X": index_heads, "C": channels, "HEADS": index_heads, "CHANNELS": channels}
+    own = {name: plan.options()[name] for name in ("D", "ENTRY", "PAGE")}
+    compiled(score_keys, arch, sizes | own | {"N": TILE_KEYS, "num_warps": 4})
