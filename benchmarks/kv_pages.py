@@ -1,6 +1,6 @@
 """A decode step's attention over a pool of packed blocks, beside 16 bits: our pool's and torch's.
 
-python benchmarks/kv_pages.py [--heads 32/8x128,...] [--rows 1,8] [--tokens 300,9000] [--bits 4]
+python benchmarks/kv_pages.py [--heads 32/8x128,...] [--rows 1,8] [--tokens 300,9000] [--bits 4,8v4]
                               [--loops 1x2x12,...] [--out FILE.jsonl]
 
 Over a pool, packed or in 16 bits, a step appends and attends as a layer of a model does: queries
@@ -120,9 +120,9 @@ class Step:
     """One layer's step of rows of one token, over copies of a pool."""
 
     def __init__(
-        self, heads: int, groups: int, dim: int, bits: int, ends: list[int], loop: str = ""
+        self, heads: int, groups: int, dim: int, kv: KVPrecision, ends: list[int], loop: str = ""
     ) -> None:
-        self.fmt = pool_format(KVPrecision(f"kv{bits}"), dim)
+        self.fmt = pool_format(kv, dim)
         self.heads, self.groups, self.ends = heads, groups, ends
         device, batch = torch.device("cuda", 0), len(ends)
         self.plan = PackedPlan.of(self.fmt, heads, groups, DTYPE, device)
@@ -146,11 +146,14 @@ class Step:
         )
         ring_bytes = batch * 2 * RING_TOKENS * groups * dim * 2
         self.read_bytes = sum(
-            packed_end(end - 1) // BLOCK_TOKENS * self.fmt.block_bytes(groups)
+            packed_end(end - 1) // BLOCK_TOKENS * self.fmt.block_bytes(groups, DTYPE.itemsize)
             + 4 * (end - packed_end(end - 1)) * groups * dim
             for end in ends
         )
-        copies = min(MOST_SETS, copies_for(blocks * self.fmt.block_bytes(groups) + ring_bytes))
+        copies = min(
+            MOST_SETS,
+            copies_for(blocks * self.fmt.block_bytes(groups, DTYPE.itemsize) + ring_bytes),
+        )
         self.pools = [self._pool(blocks, batch) for _ in range(copies)]
         qkv = torch.randn(batch, heads + 2 * groups, dim, device=device, dtype=DTYPE)
         self.q, self.k, self.v = qkv.split([heads, groups, groups], dim=1)
@@ -164,7 +167,10 @@ class Step:
             fmt, pages=blocks, slots=slots, kv_heads=groups, dtype=DTYPE, device="cuda"
         )
         for words in (layer.k_words_PGW, layer.v_words_PGW):
-            words.random_(-(2**31), 2**31 - 1)
+            if words.is_floating_point():  # keys as they are
+                words.normal_()
+            else:
+                words.random_(-(2**31), 2**31 - 1)
         for params in (layer.k_params_PG, layer.v_params_PG):
             params.uniform_(0.001, 0.01)
         layer.k_ring_SGRD.normal_()
@@ -222,18 +228,18 @@ def sixteen_bits_us(heads: int, groups: int, dim: int, ends: list[int]) -> dict[
     return found
 
 
-def cases(args: argparse.Namespace) -> list[tuple[int, int, int, int, int, str]]:
-    """Heads, key/value heads, head_dim, bits, rows, tokens."""
+def cases(args: argparse.Namespace) -> list[tuple[int, int, int, KVPrecision, int, str]]:
+    """Heads, key/value heads, head_dim, KV precision, rows, tokens."""
     found = []
     for text in args.heads.split(","):
         of, dim = text.split("x")
         heads, groups = map(int, of.split("/"))
-        for bits in args.bits.split(","):
+        for kv in map(KVPrecision.parse, args.bits.split(",")):
             for rows in args.rows.split(","):
                 for tokens in args.tokens.split(","):
                     if tokens != "mixed" and int(rows) * int(tokens) > MOST_TOKENS:
                         continue
-                    found.append((heads, groups, int(dim), int(bits), int(rows), tokens))
+                    found.append((heads, groups, int(dim), kv, int(rows), tokens))
     return found
 
 
@@ -245,21 +251,21 @@ def ends_of(rows: int, tokens: str) -> list[int]:
 def compile_share(job: tuple[list[Any], int, int, list[str]]) -> None:
     """Compile what every `of`-th case needs, in a process of its own."""
     some, first, of, loops = job
-    for heads, groups, dim, bits, rows, tokens in some[first::of]:
+    for heads, groups, dim, kv, rows, tokens in some[first::of]:
         ends = ends_of(rows, tokens)
         for loop in loops:
-            Step(heads, groups, dim, bits, ends, loop).over_pool(0)
+            Step(heads, groups, dim, kv, ends, loop).over_pool(0)
         SixteenBits(heads, groups, dim, ends).step(0)
         torch.cuda.synchronize()
 
 
-def summary(found: dict[tuple[str, int], list[tuple[float, float]]]) -> None:
+def summary(found: dict[tuple[str, str], list[tuple[float, float]]]) -> None:
     """Print how often as quick as in 16 bits: least and mean, with append and without."""
     print("tokens  bits  step / our 16-bit pool's: least, mean   attention / best of 16 bits")
     for (tokens, bits), ratios in sorted(found.items(), key=lambda item: (item[0][0], item[0][1])):
         steps, attentions = zip(*ratios, strict=True)
         print(
-            f"{tokens:>6}  {bits:4}  {min(steps):20.2f} {statistics.mean(steps):6.2f}"
+            f"{tokens:>6}  {bits:>4}  {min(steps):20.2f} {statistics.mean(steps):6.2f}"
             f"  {min(attentions):24.2f} {statistics.mean(attentions):6.2f}"
         )
 
@@ -285,18 +291,18 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(args.compilers) as pool:
             pool.map(compile_share, shares)
     peers: dict[tuple[Any, ...], dict[str, float]] = {}
-    ratios: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for heads, groups, dim, bits, rows, tokens in todo:
+    ratios: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for heads, groups, dim, kv, rows, tokens in todo:
         ends = ends_of(rows, tokens)
-        step = Step(heads, groups, dim, bits, ends)
+        step = Step(heads, groups, dim, kv, ends)
         floor, copies = step.read_bytes / BANDWIDTH * 1e6, len(step.pools)
         samples = time_launches(step.over_pool, copies, repeats=6)
         us, attention = statistics.median(samples), median_us(step.attention, copies)
         del step
-        line = f"{heads}/{groups}x{dim} kv{bits} {rows:3} x {tokens:>6}: {us:7.1f} us, attention "
+        line = f"{heads}/{groups}x{dim} {kv.value} {rows:3} x {tokens:>6}: {us:7.1f} us, attention "
         line += f"{attention:6.1f}, floor {floor:6.1f}"
         for loop in loops[1:]:
-            other = Step(heads, groups, dim, bits, ends, loop)
+            other = Step(heads, groups, dim, kv, ends, loop)
             line += f", {loop} {median_us(other.attention, copies):.1f}"
             del other
         key = (heads, groups, dim, rows, tokens)
@@ -307,7 +313,7 @@ def main() -> None:
             alone = {name: value for name, value in beside.items() if name != "pages16"}
             best = min(alone, key=alone.__getitem__)
             pair = (beside["pages16"] / us, alone[best] / attention)
-            ratios.setdefault((tokens, bits), []).append(pair)
+            ratios.setdefault((tokens, kv.typed), []).append(pair)
             line += f" | 16 bits: {beside['pages16']:.1f} ({pair[0]:.2f}x), attention {best} "
             line += f"{alone[best]:.1f} ({pair[1]:.2f}x)"
         print(line, flush=True)
@@ -315,7 +321,7 @@ def main() -> None:
             write_row(
                 args.out, bench="kv_pages", unit="us", samples=samples, floor=floor,
                 case={
-                    "heads": heads, "kv_heads": groups, "head_dim": dim, "kv": f"kv{bits}",
+                    "heads": heads, "kv_heads": groups, "head_dim": dim, "kv": kv.value,
                     "rows": rows, "tokens": tokens, "copies": copies,
                 },
                 baselines={"attention": attention, **beside},

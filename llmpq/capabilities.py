@@ -20,6 +20,7 @@ from llmpq.workload import Dtype
 ExecutionMode = Literal[
     "gpu",
     "packed_kv",
+    "apart_kv",
     "drafts",
     "gpu_packed_kv",
     "gpu_packed_float32",
@@ -28,6 +29,7 @@ ExecutionMode = Literal[
 EXECUTION_MODES: dict[ExecutionMode, str] = {
     "gpu": "a GPU",
     "packed_kv": "a KV cache of 8, 4 or 2 bits",
+    "apart_kv": "keys and values of different bits",
     "drafts": "speculation",
     "gpu_packed_kv": "a KV cache of 8, 4 or 2 bits on a GPU",
     "gpu_packed_float32": "a KV cache of 8, 4 or 2 bits on a GPU",
@@ -128,6 +130,7 @@ FEATURES: tuple[Feature, ...] = (
         f"latents of no multiple of {LATENT_CHANNELS} channels", _odd_latents, "gpu_packed_kv"
     ),
     _feature("latents in float32", _latents, "gpu_packed_float32"),
+    _feature("latents that are key and value at once", _latents, "apart_kv"),
 )
 """What a mode lacks is refused there, though planned for: its kernels are to come."""
 
@@ -152,6 +155,7 @@ def execution_modes(
     taken: dict[ExecutionMode, bool] = {
         "gpu": gpu,
         "packed_kv": packed,
+        "apart_kv": kv.is_apart,
         "drafts": drafts,
         "gpu_packed_kv": gpu and packed,
         "gpu_packed_float32": gpu and packed and dtype == "float32",
@@ -198,6 +202,7 @@ def packed_kv_refusal(names: Sequence[str]) -> str:
 REMEDY: dict[ExecutionMode, str] = {
     "gpu": "plan for CPU devices, or export the plan to another engine",
     "packed_kv": "plan with --kv 16",
+    "apart_kv": "plan with as many bits for both, such as --kv 8",
     "drafts": "run without speculation, or with shorter requests",
     "gpu_packed_kv": "plan with --kv 16",
     "gpu_packed_float32": "plan with --kv 16, or with --dtype bfloat16",

@@ -76,38 +76,97 @@ WEIGHT_ONLY = (Precision.W16A16, Precision.W8A16, Precision.W4A16, Precision.W3A
 
 
 class KVPrecision(Enum):
-    """Bits of one element of the KV cache; kv16 means unquantised, in the model's own dtype."""
+    """Bits of a cached key and of a cached value: `kv8` is 8 and 8, `kv8v4` 8-bit keys and 4-bit
+    values. 16 means unquantised, in the model's own dtype.
+
+    Keys never have fewer bits than values: an error in a key moves every weight of the softmax, one
+    in a value only what it adds.
+    """
 
     KV16 = "kv16"
+    KV16V8 = "kv16v8"
+    KV16V4 = "kv16v4"
+    KV16V2 = "kv16v2"
     KV8 = "kv8"
+    KV8V4 = "kv8v4"
+    KV8V2 = "kv8v2"
     KV4 = "kv4"
+    KV4V2 = "kv4v2"
     KV2 = "kv2"
 
     @classmethod
     def parse(cls, text: str) -> KVPrecision:
-        """Read `kv4`, `4`, or the servers' spelling `int4`; `fp16`/`bf16` mean kv16."""
+        """Read `kv4`, `4`, or the servers' spelling `int4`; `fp16`/`bf16` mean kv16.
+
+        Keys' and values' bits apart: `kv8v4`, `8v4`, `k8v4`.
+        """
         name = text.strip().lower()
         aliases = {"fp16": "kv16", "bf16": "kv16", "float16": "kv16", "bfloat16": "kv16"}
         name = aliases.get(name, name)
-        if name.startswith("int"):
-            name = "kv" + name[3:]
-        if name.isdigit():
-            name = "kv" + name
+        read = re.fullmatch(r"(?:kv|int)?(\d{1,3})|k?v?(\d{1,3})v(\d{1,3})", name)
+        if read is not None:
+            same, keys, values = read.groups()
+            equal = same or keys == values
+            name = f"kv{same or keys}" if equal else f"kv{keys}v{values}"
         try:
             return cls(name)
         except ValueError:
-            known = sorted((one.bits for one in cls), reverse=True)
-            said = [bits for bits in known if str(bits) in re.findall(r"\d+", name)[:1]]
-            hint = f"did you mean {said[0]}? " if said else ""
-            raise ValueError(
-                f"unknown KV cache dtype '{shortened(text)}': {hint}known bits: "
-                f"{', '.join(map(str, known))}"
-            ) from None
+            raise ValueError(cls._unknown(text, name)) from None
+
+    @classmethod
+    def _unknown(cls, text: str, name: str) -> str:
+        """Say what is not a KV precision, and which there are."""
+        equal = [str(one.key_bits) for one in cls if not one.is_apart]
+        apart = {f"{one.key_bits} {one.value_bits}": one.typed for one in cls if one.is_apart}
+        numbers = re.findall(r"\d+", name)
+        both = (" ".join(numbers[:2]), " ".join(numbers[1::-1]))  # or values before keys
+        hints = [typed for bits, typed in apart.items() if bits in both]
+        hints += [bits for bits in equal if bits in numbers[:1]]
+        meant = f"did you mean {hints[0]}? " if hints else ""
+        return (
+            f"unknown KV cache dtype '{shortened(text)}': {meant}known bits: "
+            f"{', '.join(equal)}; of keys and values apart: {', '.join(apart.values())}"
+        )
 
     @property
-    def bits(self) -> int:
-        """Bits of one cached element."""
-        return int(self.value[2:])
+    def key_bits(self) -> int:
+        """Bits of one element of a cached key."""
+        return int(self.value[2:].partition("v")[0])
+
+    @property
+    def value_bits(self) -> int:
+        """Bits of one element of a cached value."""
+        keys, _, values = self.value[2:].partition("v")
+        return int(values or keys)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether keys and values have different bits."""
+        return self.key_bits != self.value_bits
+
+    @property
+    def mean_bits(self) -> float:
+        """Bits of a cached element, keys and values together: what precisions are ordered by."""
+        return (self.key_bits + self.value_bits) / 2
+
+    @property
+    def typed(self) -> str:
+        """How it is typed: `8`, `8v4`."""
+        return self.value.removeprefix("kv")
+
+    @property
+    def title(self) -> str:
+        """Return `8 bits`, or `8-bit keys and 4-bit values`."""
+        if self.is_apart:
+            return f"{self.key_bits}-bit keys and {self.value_bits}-bit values"
+        return f"{self.key_bits} bits"
+
+
+def kv_bits_of(kvs: Sequence[KVPrecision]) -> str:
+    """Return KV precisions in words: `8 or 4 bits`, `8-bit keys and 4-bit values`."""
+    equal = [str(kv.key_bits) for kv in kvs if not kv.is_apart]
+    words = [f"{' or '.join(equal)} bits"] if equal else []
+    return " or ".join([*words, *(kv.title for kv in kvs if kv.is_apart)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ def in_python(text: str, arguments: Collection[str], called: str) -> str:
         if name not in arguments:
             return f"{COMMAND_OF[called]} {found[0]}"
         value = "False" if found["no"] else found["value"]
-        if value is not None and value.isalpha() and value.islower():
+        if value is not None and re.fullmatch(r"[a-z]+|\d+[a-z]\w*", value):
             value = repr(value)
         return name if value is None else f"{name}={value}"
 

@@ -71,7 +71,11 @@ class Sensitivity(FileForm):
             return self.kv[kv][layer]
         if kv is KVPrecision.KV16:
             return 0.0
-        raise ValueError(f"the omega file has no entry for {kv.value}; re-make it to trade KV bits")
+        listed = ", ".join(one.value for one in self.kv) or "no KV bits"
+        raise ValueError(
+            f"the omega file has no {kv.value} (it lists {listed}); re-make it with llmpq-profile "
+            f"indicator --kv {kv.value}, or leave {kv.typed} out of --kv"
+        )
 
     def four_bit_omega(self) -> float:
         """Return the sum of omega of all layers at 4 bits: the scale of this indicator.

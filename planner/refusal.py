@@ -42,7 +42,7 @@ from llmpq.planner.evaluate.fits import (
     smallest_microbatches,
 )
 from llmpq.planner.evaluate.objective import job_time, value
-from llmpq.planner.problem.make_problem import generic_sensitivity, runs_packed_kv
+from llmpq.planner.problem.make_problem import generic_sensitivity, runs_kv
 from llmpq.planner.problem.named_inputs import with_reserve
 from llmpq.planner.problem.outcome import Assignment, Outcome
 from llmpq.planner.problem.problem import Problem
@@ -52,6 +52,8 @@ from llmpq.units import format_size, parse_size, shown
 GB = 10**9
 CPU_SIZES = (16, 32, 64, 128, 256, 512)
 """Memory of a CPU that is offered as a way out, GB."""
+PROPOSED_KV = (KVPrecision.KV8, KVPrecision.KV8V4, KVPrecision.KV4, KVPrecision.KV2)
+"""KV precisions that are offered as a way out, most precise first."""
 MANY_DEVICES = 64
 """Devices up to which all changes are tried."""
 MOST_CARDS = 4
@@ -292,9 +294,8 @@ class _Ways:
         self.p = p
         self.names_flags = names_flags
         self.names_context = names_context
-        self.kv = min(kvs, key=lambda kv: kv.bits)
+        self.kv = min(kvs, key=lambda kv: kv.mean_bits)
         """The fewest bits allowed."""
-        self.packs_kv = runs_packed_kv(p)
         job = p.with_job(kv=self.kv)
         self.whole = p.cluster.ungrouped()
         self.shares = next((device.shares for device in p.cluster.devices if device.joined), ())
@@ -323,11 +324,13 @@ class _Ways:
 
     def _fewer_kv(self) -> list[KVPrecision]:
         """Return what may take less: fewer bits; 16, too, of windows and latents."""
-        below = [kv for kv in KVPrecision if kv.bits < self.kv.bits] if self.packs_kv else []
+        below = [
+            kv for kv in PROPOSED_KV if kv.mean_bits < self.kv.mean_bits and runs_kv(self.p, kv)
+        ]
         spec, whole = self.p.spec, KVPrecision.KV16
         if self.kv is not whole and (spec.widest_window or spec.latent is not None):
             below.append(whole)
-        return sorted(below, key=lambda kv: -kv.bits)
+        return sorted(below, key=lambda kv: -kv.mean_bits)
 
     def _bits(self) -> str:
         for bits in self._fewer_bits():
@@ -474,7 +477,7 @@ class _Ways:
         both = "" if bits is None else f"{_spelled(bits)},{_spelled(allowed)}"
         parts = {
             f"--bits {both}": f"{bits and bits.weight_bits}-bit weights",
-            f"--kv {kv and kv.bits}": f"a KV cache of {kv and kv.bits} bits",
+            f"--kv {kv and kv.typed}": f"a KV cache of {kv and kv.title}",
             self._length_flag(prompt_len): f"prompts of {prompt_len} tokens",
             self._answer_flag(gen_len): f"{gen_len} tokens of answer",
             f"--batch {batch}": f"{batch} at once",

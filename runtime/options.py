@@ -143,7 +143,8 @@ class EngineOptions:
     gpu_memory_utilization: float | None = None
     """Share of each GPU's memory that is used at most, such as 0.9 (default: all that is free)."""
     kv_cache_dtype: str = AUTO
-    """Precision of the KV cache: kv16, kv8, kv4 or kv2 (int8, int4, int2; default: the plan's)."""
+    """Precision of the KV cache: kv16, kv8, kv4, kv2 (int8, int4, int2), or kv8v4: keys in 8 bits,
+    values in 4 (default: the plan's)."""
     max_num_batched_tokens: int | None = None
     """Token budget of a step: longer prompts are prefilled in chunks (default, by the plan's times
     and memory: what every stage computes in 0.1 s, at most 2,048, while requests decode, in 0.5 s

@@ -184,7 +184,8 @@ class Replanner:
         most = max(precision.weight_bits for precision in self._first.precisions)
         bits = [p for p in _WEIGHTS if floor <= p.weight_bits <= most]
         fewer = packed_kv_sentence((d.kind, d.spec) for d in remaining.cluster.devices) is None
-        allowed = [kv for kv in _KVS[_KVS.index(work.kv) :] if fewer and kv.bits >= floor]
+        most_kv = work.kv.mean_bits
+        allowed = [kv for kv in _KVS if fewer and floor <= kv.key_bits and kv.mean_bits <= most_kv]
         kvs = list(dict.fromkeys([work.kv, *allowed]))
         names = {(was.node, was.index): name for name, was in remaining.devices.items()}
         search = PlanSearch(

@@ -16,6 +16,7 @@ from typing import Any
 
 from llmpq.cluster import Cluster
 from llmpq.plan import Plan
+from llmpq.precision import KVPrecision
 
 METHODS = ("pipeedge", "uniform", "adabits")
 
@@ -66,7 +67,7 @@ def plans_of(path: Path, args: argparse.Namespace) -> Iterator[tuple[str, Plan]]
         plan = exact_plan(problem, rival, work, args.time_limit)
         if plan is None:
             continue
-        if kv.bits == 16:
+        if kv is KVPrecision.KV16:
             yield "exact-kv16", renamed(plan, "exact-kv16")
         if best is None or seconds_of(plan) < seconds_of(best):
             best = plan

@@ -47,7 +47,7 @@ class Community:
                 ", ".join(dict.fromkeys(reported)) + f" ({len(plan.stages)})",
                 plan.model.name,
                 bits_of(plan.precisions),
-                str(work.kv.bits),
+                work.kv.typed,
                 f"{run.completed}: {run.total_input_tokens:,} + {run.total_output_tokens:,} tokens",
                 "-" if run.predicted_s is None else f"{run.predicted_s:.3g} s",
                 f"{run.total_s:.3g} s",

@@ -39,6 +39,9 @@ The scale that stands in memory is the scale times 2**(8 - b - i*b), i: the plan
 token: planes come out of the mask 2**(i*b) times too large, and all products shall be the same
 2**(8 - b) times too large. A power of two costs no precision upwards.
 
+Keys and values may have different bits: each is drawn with its own b. Keys of 16 bits are not
+packed: they stand as they are, [128, D] one token behind the other, without scales.
+
 b: bits (8, 4, 2).  D: head_dim, padded with zeros to a multiple of 32.
 """
 
@@ -69,9 +72,14 @@ class KVFormat:
             raise ValueError("kv16 is not a packed format; use a plain 16-bit cache")
 
     @property
-    def bits(self) -> int:
-        """Bits of one code."""
-        return self.precision.bits
+    def key_bits(self) -> int:
+        """Bits of one code of a key."""
+        return self.precision.key_bits
+
+    @property
+    def value_bits(self) -> int:
+        """Bits of one code of a value."""
+        return self.precision.value_bits
 
     @property
     def channels(self) -> int:
@@ -84,18 +92,31 @@ class KVFormat:
         return 1 << (self.channels - 1).bit_length()
 
     @property
-    def block_words(self) -> int:
-        """32-bit words of a packed block of keys (values have as many)."""
-        return BLOCK_TOKENS * self.channels * self.bits // 32
+    def plain_keys(self) -> bool:
+        """Whether keys stand in blocks as they are, in the model's own dtype."""
+        return self.key_bits == 16
+
+    @property
+    def key_words(self) -> int:
+        """32-bit words of a packed block of keys; of keys that stand as they are, elements."""
+        elements = BLOCK_TOKENS * self.channels
+        return elements if self.plain_keys else elements * self.key_bits // 32
+
+    @property
+    def value_words(self) -> int:
+        """32-bit words of a packed block of values."""
+        return BLOCK_TOKENS * self.channels * self.value_bits // 32
 
     @property
     def key_param_shape(self) -> tuple[int, ...]:
         """Shape of a block's key scales and zeros."""
-        return (2, self.channels)
+        return (2, 0 if self.plain_keys else self.channels)
 
-    def block_bytes(self, kv_heads: int) -> int:
+    def block_bytes(self, kv_heads: int, dtype_bytes: int) -> int:
         """Bytes of one block of `kv_heads` heads, keys and values."""
-        return block_bytes(self.precision, kv_heads=kv_heads, head_dim=self.head_dim)
+        return block_bytes(
+            self.precision, kv_heads=kv_heads, head_dim=self.head_dim, dtype_bytes=dtype_bytes
+        )
 
 
 def pool_format(precision: KVPrecision, head_dim: int) -> KVFormat:
@@ -169,13 +190,13 @@ def from_thread_order(x: Tensor) -> Tensor:
 def channel_gain(fmt: KVFormat, device: torch.device | None = None) -> Tensor:
     """Return [D]: what each channel's stored key scale is multiplied by."""
     channel = torch.arange(fmt.channels, device=device)
-    return _gain(channel % (fmt.channels // 4) // 2, fmt.bits)
+    return _gain(channel % (fmt.channels // 4) // 2, fmt.key_bits)
 
 
 def token_gain(fmt: KVFormat, device: torch.device | None = None) -> Tensor:
     """Return [128]: what each token's stored value scale is multiplied by."""
     token = torch.arange(BLOCK_TOKENS, device=device)
-    return _gain(token % TILE_TOKENS // 16 * 2 + token % 2, fmt.bits)
+    return _gain(token % TILE_TOKENS // 16 * 2 + token % 2, fmt.value_bits)
 
 
 def _gain(octet: Tensor, bits: int) -> Tensor:

@@ -6,6 +6,8 @@ from functools import lru_cache
 
 import torch
 
+from llmpq.precision import KVPrecision
+
 REGISTER_LIMIT = 12
 """One-warp programs an SM has registers for: 65536 / (156 * 32), rounded down to what fits."""
 
@@ -31,20 +33,25 @@ def shared_memory(device: torch.device) -> tuple[int, int]:
     return block, int(getattr(p, "shared_memory_per_multiprocessor", block + 1024))
 
 
-LOOP_SHAPE = {8: (1, 3), 4: (1, 3), 2: (2, 3)}
-"""Tiles a step and stages, by bits."""
+LOOP_SHAPE = {16: (1, 2), 8: (1, 3), 4: (1, 3), 2: (2, 3)}
+"""Tiles a step and stages, by bits of keys."""
 
 
 def programs_per_sm(
-    bits: int,
+    kv: KVPrecision,
     head_dim: int,
+    item: int,
     columns: int,
     tiles: int,
     stages: int,
     *,
     shared: int = SHARED_PER_SM,
 ) -> int:
-    """Return the one-warp programs that are resident on an SM with `shared` bytes of memory."""
-    buffer = tiles * (64 * head_dim * bits // 4 + 256) + 4 * head_dim
+    """Return the one-warp programs that are resident on an SM with `shared` bytes of memory.
+
+    `item`: bytes of an element of keys that stand as they are.
+    """
+    keys = 64 * head_dim * (item if kv.key_bits == 16 else kv.key_bits / 8)
+    buffer = tiles * int(keys + 64 * head_dim * kv.value_bits / 8 + 256) + 4 * head_dim
     by_shared = shared // (max(1, stages - 1) * buffer + 1024)
     return max(1, min(REGISTER_LIMIT if columns == 8 else 8, by_shared))

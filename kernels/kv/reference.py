@@ -41,26 +41,36 @@ PIECE_ELEMENTS = 1 << 19
 def pack_block(fmt: KVFormat, k_TD: Tensor, v_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Quantise and pack blocks [..., 128, D]: key words, key params, value words, value params."""
     pad = fmt.channels - fmt.head_dim
-    k_TD, v_TD = k_TD.float(), v_TD.float()
-    v_codes, v_scale, v_zero = quantize(v_TD, fmt.bits, -1)
-    k_codes, k_scale, k_zero = quantize(k_TD, fmt.bits, -2)
-    k_params = F.pad(torch.cat([k_scale, k_zero], -2), (0, pad))
-    k_params[..., 0, :] *= channel_gain(fmt, k_TD.device)
+    k_TD, v_TD = k_TD if fmt.plain_keys else k_TD.float(), v_TD.float()
+    v_codes, v_scale, v_zero = quantize(v_TD, fmt.value_bits, -1)
+    k_words, k_params = _packed_keys(fmt, k_TD, pad)
     v_params = torch.stack([v_scale, v_zero], -3).squeeze(-1)
     v_params[..., 0, :] *= token_gain(fmt, v_TD.device)
     v_params = to_thread_order(v_params)
-    k_words = pack_keys(F.pad(k_codes, (0, pad)), fmt.bits, by_octet=fmt.keys_by_octet)
-    v_words = pack_values(F.pad(v_codes, (0, pad)), fmt.bits)
+    v_words = pack_values(F.pad(v_codes, (0, pad)), fmt.value_bits)
     return k_words, k_params, v_words, v_params
+
+
+def _packed_keys(fmt: KVFormat, k_TD: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+    """Quantise and pack keys [..., 128, D] of float32, or leave them as they are: words, params."""
+    if fmt.plain_keys:
+        none = torch.zeros((*k_TD.shape[:-2], *fmt.key_param_shape), dtype=torch.float16)
+        return F.pad(k_TD, (0, pad)).flatten(-2), none.to(k_TD.device)
+    codes, scale, zero = quantize(k_TD, fmt.key_bits, -2)
+    params = F.pad(torch.cat([scale, zero], -2), (0, pad))
+    params[..., 0, :] *= channel_gain(fmt, k_TD.device)
+    return pack_keys(F.pad(codes, (0, pad)), fmt.key_bits, by_octet=fmt.keys_by_octet), params
 
 
 def unpack_key_block(
     fmt: KVFormat, layer: KVLayer, pages: Tensor, dtype: torch.dtype, heads: slice = slice(None)
 ) -> Tensor:
     """Dequantise the keys of pages [...] and some heads to [..., G, 128, D]."""
-    k_params = layer.k_params_PG[:, heads][pages].to(dtype)
     words = layer.k_words_PGW[:, heads][pages]
-    k = unpack_keys(words, fmt.bits, fmt.channels, by_octet=fmt.keys_by_octet).to(dtype)
+    if fmt.plain_keys:
+        return words.unflatten(-1, (BLOCK_TOKENS, fmt.channels))[..., : fmt.head_dim].to(dtype)
+    k_params = layer.k_params_PG[:, heads][pages].to(dtype)
+    k = unpack_keys(words, fmt.key_bits, fmt.channels, by_octet=fmt.keys_by_octet).to(dtype)
     k_params[..., 0, :] /= channel_gain(fmt, k_params.device)
     k = k.mul_(k_params[..., 0, None, :]).add_(k_params[..., 1, None, :])
     return k[..., : fmt.head_dim]
@@ -72,7 +82,8 @@ def unpack_value_block(
     """Dequantise the values of pages [...] and some heads to [..., G, 128, D]."""
     v_params = from_thread_order(layer.v_params_PG[:, heads][pages].to(dtype))
     v_params[..., 0, :] /= token_gain(fmt, v_params.device)
-    v = unpack_values(layer.v_words_PGW[:, heads][pages], fmt.bits, fmt.channels).to(dtype)
+    words = layer.v_words_PGW[:, heads][pages]
+    v = unpack_values(words, fmt.value_bits, fmt.channels).to(dtype)
     return v.mul_(v_params[..., 0, :, None]).add_(v_params[..., 1, :, None])[..., : fmt.head_dim]
 
 

@@ -5,7 +5,7 @@ the page of slot s's n-th block. The contiguous layout is the table 0, 1, 2, ...
 point anywhere. The newest tokens of a slot live in its 16-bit ring: position p at index p % RING.
 
 S: slots.  N: blocks of a slot.  P: pages.  G: key-value heads.  R: RING_TOKENS.  D: head_dim.
-W: 32-bit words of a block.
+W: 32-bit words of a block of keys, or of values.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class KVLayer:
     """One layer's cache."""
 
     k_words_PGW: Tensor
+    """int32, or keys as they are (`KVFormat.plain_keys`)."""
     k_params_PG: Tensor
     """fp16 [P, G, *format.key_param_shape]."""
     v_words_PGW: Tensor
@@ -56,9 +57,9 @@ def allocate_layer(
     head = (pages, kv_heads)
     ring = (slots, kv_heads, RING_TOKENS, fmt.head_dim)
     return KVLayer(
-        k_words_PGW=zeros(*head, fmt.block_words, dtype=torch.int32),
+        k_words_PGW=zeros(*head, fmt.key_words, dtype=dtype if fmt.plain_keys else torch.int32),
         k_params_PG=zeros(*head, *fmt.key_param_shape, dtype=torch.float16),
-        v_words_PGW=zeros(*head, fmt.block_words, dtype=torch.int32),
+        v_words_PGW=zeros(*head, fmt.value_words, dtype=torch.int32),
         v_params_PG=zeros(*head, 2, BLOCK_TOKENS, dtype=torch.float16),
         k_ring_SGRD=zeros(*ring, dtype=dtype),
         v_ring_SGRD=zeros(*ring, dtype=dtype),

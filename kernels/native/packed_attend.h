@@ -10,10 +10,11 @@
 #include "attend.h"
 
 struct Packed {
-  const uint32_t *k_words, *v_words;   // [P, G, 4 bits channels]
+  const uint32_t *k_words, *v_words;   // [P, G, 4 bits channels], of keys' bits and of values'
+  // keys of 16 bits stand as they are: [P, G, 128, channels]
   const uint16_t *k_params, *v_params; // fp16
   const void *k_ring, *v_ring;         // [S, G, ring, D]
-  int64_t G, dim, channels, ring;
+  int64_t G, dim, channels, ring, key_bits, value_bits;
   int64_t words(int64_t bits) const { return 4 * bits * channels; }
 };
 
@@ -28,6 +29,13 @@ struct RingPlace {
 
 // A token's place among the parameters of a block ("thread order").
 static inline int64_t thread_order(int64_t t) { return t / 64 * 64 + t % 16 / 2 * 8 + t % 64 / 16 * 2 + t % 2; }
+
+// Keys of a block that stand as they are.
+struct KeyPlace {
+  const void *k, *v;
+  int64_t dim, base;
+  int64_t operator()(int64_t t) const { return base + t * dim; }
+};
 
 // Lanes of the one of two runs of rows that share 16 words.
 static inline Floats half_lanes(Floats v, int second) {
@@ -49,37 +57,51 @@ static inline Ints codes_of(Ints words, int shift) {
 #endif
 }
 
-// Values in the order in which codes stand in words: 32 for each plane of each 16 words of a row.
-template <int BITS>
+// The order in which a row's codes stand in words: 32 for each plane of each 16 words.
 struct Order {
-  static constexpr int PLANES = 8 / BITS;
-  int64_t chunks;        // of 16 words, of a row
-  bool shared;           // two rows share 16 words
-  std::vector<int16_t> key, value;  // which channel, which token of 64
-  std::vector<float> key_gain, value_gain;  // what a stored scale is divided by, inverse
+  int64_t planes;
+  int64_t chunks;               // of 16 words, of a row
+  bool shared;                  // two rows share 16 words
+  std::vector<int16_t> places;  // which channel of a key, which token of 64 of a value
+  std::vector<float> gain;      // what a stored scale is divided by, inverse
 
-  explicit Order(int64_t channels) {
-    int64_t words = channels * BITS / 64;
-    shared = words == 2;
-    chunks = shared ? 1 : words / 4;
-    lay(key, chunks, shared, [&](int64_t octet, int64_t t, int64_t h) { return t * (channels / 4) + 2 * octet + h; });
-    lay(value, BITS == 8 ? 2 : 1, BITS == 2, [](int64_t octet, int64_t t, int64_t h) {
-      return octet / 2 * 16 + 2 * (2 * t + h) + octet % 2;
-    });
-    auto gain = [](int64_t octet) { return std::ldexp(1.0f, (int)(octet % PLANES * BITS + BITS - 8)); };
-    for (int64_t c = 0; c < channels; ++c) key_gain.push_back(gain(c % (channels / 4) / 2));
-    for (int64_t t = 0; t < BLOCK; ++t) value_gain.push_back(gain(t % 64 / 16 * 2 + t % 2));
+  static Order of_keys(int64_t bits, int64_t channels) {
+    int64_t words = channels * bits / 64;
+    Order order{8 / bits, words == 2 ? 1 : words / 4, words == 2, {}, {}};
+    order.lay([&](int64_t octet, int64_t t, int64_t h) { return t * (channels / 4) + 2 * octet + h; });
+    for (int64_t c = 0; c < channels; ++c) order.gain.push_back(order.of_octet(c % (channels / 4) / 2));
+    return order;
+  }
+  static Order of_values(int64_t bits) {
+    Order order{8 / bits, bits == 8 ? 2 : 1, bits == 2, {}, {}};
+    order.lay([](int64_t octet, int64_t t, int64_t h) { return octet / 2 * 16 + 2 * (2 * t + h) + octet % 2; });
+    for (int64_t t = 0; t < BLOCK; ++t) order.gain.push_back(order.of_octet(t % 64 / 16 * 2 + t % 2));
+    return order;
+  }
+
+ private:
+  float of_octet(int64_t octet) const {
+    int64_t bits = 8 / planes;
+    return std::ldexp(1.0f, (int)(octet % planes * bits + bits - 8));
   }
   template <class F>
-  static void lay(std::vector<int16_t>& to, int64_t chunks, bool shared, F at) {
+  void lay(F at) {
     for (int64_t j = 0; j < chunks; ++j)
-      for (int64_t i = 0; i < PLANES; ++i)
+      for (int64_t i = 0; i < planes; ++i)
         for (int64_t l = 0; l < 32; ++l) {
           int64_t w = l / 2 % 4, octets = shared ? w % 2 : 4 * j + w;
-          to.push_back((int16_t)at(octets * PLANES + i, l / 8, l % 2));
+          places.push_back((int16_t)at(octets * planes + i, l / 8, l % 2));
         }
   }
 };
+
+// f(bits) where bits are known as it is compiled.
+template <class F>
+static inline void with_bits(int64_t bits, F f) {
+  if (bits == 8) f(std::integral_constant<int, 8>());
+  else if (bits == 4) f(std::integral_constant<int, 4>());
+  else f(std::integral_constant<int, 2>());
+}
 
 constexpr float REST = 0x1p-15f;  // a second part's step, of the first's
 
@@ -144,36 +166,48 @@ static inline Floats joined(const Ints (&acc)[2][ROWS], int r, int h) {
 }
 
 // One task: HEADS query heads of key/value head g; float32 takes two PARTS of rounded values, 30 bits.
-template <int BITS, int PARTS, int HEADS>
+template <int PARTS, int HEADS>
 struct PackedHeads {
   static constexpr int ROWS = HEADS * PARTS;
   const Packed& pool;
-  const Order<BITS>& order;
+  const Order &of_keys, &of_values;
   const Rule& rule;
   int64_t g, padded, stride;
   const float* q;  // [HEADS, padded]
   std::vector<int16_t> rounded;
   std::vector<float> scale, zero, scaled;
   Ints start[ROWS];
-  static constexpr float MIDDLE = 1 << (BITS - 1);
 
-  PackedHeads(const Packed& pool, const Order<BITS>& order, const Rule& rule, int64_t g, const float* q)
-      : pool(pool), order(order), rule(rule), g(g), padded(pool.channels),
-        stride((int64_t)std::max(order.key.size(), order.value.size())), q(q), rounded(ROWS * stride),
+  PackedHeads(const Packed& pool, const Order& of_keys, const Order& of_values, const Rule& rule, int64_t g,
+              const float* q)
+      : pool(pool), of_keys(of_keys), of_values(of_values), rule(rule), g(g), padded(pool.channels),
+        stride((int64_t)std::max(of_keys.places.size(), of_values.places.size())), q(q), rounded(ROWS * stride),
         scale(256), zero(256), scaled(256) {}
 
+  template <int BITS>
   void begin(size_t n) {
     for (int row = 0; row < ROWS; ++row) start[row] = from_middle<BITS>(rounded.data() + row * stride, n);
   }
 
+  // scores[h, 128] of the block on `page`, whose keys stand as they are.
+  template <int DTYPE>
+  void plain_keys(int64_t page, float* scores, int64_t scores_stride) {
+    int64_t C = pool.channels;
+    KeyPlace at{pool.k_words, nullptr, C, (page * pool.G + g) * BLOCK * C};
+    scores_of<DTYPE, HEADS>(at, q, padded, 0, BLOCK, scores, scores_stride);
+  }
+
   // scores[h, 128] of the block on `page`.
+  template <int BITS>
   void keys(int64_t page, float* scores, int64_t scores_stride) {
+    constexpr float MIDDLE = 1 << (BITS - 1);
+    const Order& order = of_keys;
     int64_t block = page * pool.G + g, C = pool.channels;
     const uint32_t* words = pool.k_words + block * pool.words(BITS);
     float step[HEADS], off[HEADS];
     copy_floats(scale.data(), pool.k_params, block * 2 * C, C, FLOAT16);
     copy_floats(zero.data(), pool.k_params, block * 2 * C + C, C, FLOAT16);
-    for (int64_t c = 0; c < C; ++c) scale[c] *= order.key_gain[c];
+    for (int64_t c = 0; c < C; ++c) scale[c] *= order.gain[c];
     for (int h = 0; h < HEADS; ++h) {
       const float* own = q + h * padded;
       off[h] = 0;
@@ -181,29 +215,30 @@ struct PackedHeads {
         scaled[c] = own[c] * scale[c];
         off[h] += own[c] * (zero[c] + MIDDLE * scale[c]);
       }
-      step[h] = round_in_order<PARTS>(scaled.data(), C, order.key, rounded.data() + h * stride, HEADS * stride);
+      step[h] = round_in_order<PARTS>(scaled.data(), C, order.places, rounded.data() + h * stride, HEADS * stride);
     }
-    begin(order.key.size());
+    begin<BITS>(order.places.size());
     for (int64_t t = 0; t < BLOCK; t += order.shared ? 32 : 16) {
       int64_t at = t / 64 * (pool.words(BITS) / 2) + (order.shared ? t % 64 / 32 : t % 64 / 16 * order.chunks) * 128;
-      sixteen(words + at, t, scores, scores_stride, step, off);
+      sixteen<BITS>(words + at, t, scores, scores_stride, step, off);
     }
   }
 
+  template <int BITS>
   void sixteen(const uint32_t* words, int64_t t, float* scores, int64_t scores_stride, const float* step,
                const float* off) {
     Floats sums[2][HEADS][16];
     for (int eighth = 0; eighth < 8; ++eighth) {
       Ints acc[2][ROWS];
-      two_rows<BITS, ROWS>(words + eighth * 16, order.chunks, rounded.data(), stride, start, acc);
+      two_rows<BITS, ROWS>(words + eighth * 16, of_keys.chunks, rounded.data(), stride, start, acc);
       for (int r = 0; r < 2; ++r)
         for (int h = 0; h < HEADS; ++h) {
           Floats v = joined<PARTS, HEADS>(acc, r, h);
-          sums[0][h][2 * eighth + r] = order.shared ? half_lanes(v, 0) : v;
-          if (order.shared) sums[1][h][2 * eighth + r] = half_lanes(v, 1);
+          sums[0][h][2 * eighth + r] = of_keys.shared ? half_lanes(v, 0) : v;
+          if (of_keys.shared) sums[1][h][2 * eighth + r] = half_lanes(v, 1);
         }
     }
-    for (int run = 0; run < (order.shared ? 2 : 1); ++run, t += 16)
+    for (int run = 0; run < (of_keys.shared ? 2 : 1); ++run, t += 16)
       for (int h = 0; h < HEADS; ++h) {
         float* to = scores + h * scores_stride + t;
         totals(sums[run][h], to);
@@ -212,13 +247,16 @@ struct PackedHeads {
   }
 
   // Adds the block's values, weighted, to lanes [HEADS, rows of words, 16 channels] and `constant` [HEADS].
+  template <int BITS>
   void values(int64_t page, const float* weights, int64_t weights_stride, float* lanes, double* constant) {
-    int64_t block = page * pool.G + g, rows = pool.channels / (BITS == 2 ? 32 : 16);
+    constexpr float MIDDLE = 1 << (BITS - 1);
+    const Order& order = of_values;
+    int64_t block = page * pool.G + g, rows = value_rows();
     alignas(64) float s[BLOCK], z[BLOCK];
     copy_floats(scale.data(), pool.v_params, block * 2 * BLOCK, BLOCK, FLOAT16);
     copy_floats(zero.data(), pool.v_params, block * 2 * BLOCK + BLOCK, BLOCK, FLOAT16);
     for (int64_t t = 0; t < BLOCK; ++t) {
-      s[t] = scale[thread_order(t)] * order.value_gain[t];
+      s[t] = scale[thread_order(t)] * order.gain[t];
       z[t] = zero[thread_order(t)] + MIDDLE * s[t];
     }
     constexpr int64_t chunks = BITS == 8 ? 2 : 1;
@@ -231,11 +269,11 @@ struct PackedHeads {
           scaled[t] = own[t] * s[tile * 64 + t];
           constant[h] += (double)own[t] * z[tile * 64 + t];
         }
-        step[h] = round_in_order<PARTS>(scaled.data(), 64, order.value, rounded.data() + h * stride, HEADS * stride);
+        step[h] = round_in_order<PARTS>(scaled.data(), 64, order.places, rounded.data() + h * stride, HEADS * stride);
         most = std::max(most, step[h]);
       }
       if (most == 0) continue;
-      begin(order.value.size());
+      begin<BITS>(order.places.size());
       for (int64_t row = 0; row < rows; ++row)
         for (int eighth = 0; eighth < 8; ++eighth) {
           Ints acc[2][ROWS];
@@ -249,9 +287,12 @@ struct PackedHeads {
     }
   }
 
+  // Rows of words of a tile of values: of 16 channels, of 2 bits 32.
+  int64_t value_rows() const { return pool.channels / (pool.value_bits == 2 ? 32 : 16); }
+
   // out [h][padded] = the lanes' sums, channel by channel.
   void gather(const float* lanes, const double* constant, float* const* out) const {
-    int64_t C = pool.channels, rows = C / (BITS == 2 ? 32 : 16), each = BITS == 2 ? 2 : 1;
+    int64_t C = pool.channels, rows = value_rows(), each = pool.value_bits == 2 ? 2 : 1;
     for (int h = 0; h < HEADS; ++h)
       for (int64_t row = 0; row < rows; ++row)
         for (int64_t i = 0; i < 16; ++i) {
@@ -270,7 +311,12 @@ struct PackedHeads {
     std::vector<float> scores(HEADS * long_n), sums(HEADS * padded);
     std::vector<float> lanes(packed ? HEADS * pool.channels * LANES : 0);
     RingPlace at{pool.k_ring, pool.v_ring, pool.dim, (slot * pool.G + g) * pool.ring * pool.dim, pool.ring};
-    for (int64_t b = b0; b < b1; ++b) keys(table[b], scores.data() + (b - b0) * BLOCK, long_n);
+    if (pool.key_bits == 16)
+      for (int64_t b = b0; b < b1; ++b) plain_keys<DTYPE>(table[b], scores.data() + (b - b0) * BLOCK, long_n);
+    else
+      with_bits(pool.key_bits, [&](auto bits) {
+        for (int64_t b = b0; b < b1; ++b) keys<bits()>(table[b], scores.data() + (b - b0) * BLOCK, long_n);
+      });
     if (with_ring) scores_of<DTYPE, HEADS>(at, q, padded, r0, last + 1, scores.data() + packed, long_n);
     double constant[HEADS] = {};
     for (int h = 0; h < HEADS; ++h) {
@@ -284,7 +330,10 @@ struct PackedHeads {
       out[h][0] = *std::max_element(own, own + n);
       out[h][1] = exponents(own, n, out[h][0]);
     }
-    for (int64_t b = b0; b < b1; ++b) values(table[b], scores.data() + (b - b0) * BLOCK, long_n, lanes.data(), constant);
+    with_bits(pool.value_bits, [&](auto bits) {
+      for (int64_t b = b0; b < b1; ++b)
+        values<bits()>(table[b], scores.data() + (b - b0) * BLOCK, long_n, lanes.data(), constant);
+    });
     float* whole[HEADS];
     for (int h = 0; h < HEADS; ++h) whole[h] = sums.data() + h * padded;
     if (packed) gather(lanes.data(), constant, whole);
@@ -295,7 +344,7 @@ struct PackedHeads {
 };
 
 // q, o [B, H, D]; table [S, columns]; the row's query is the token at `last` [B] (-1: a row without one).
-template <int BITS, int PARTS, int DTYPE>
+template <int PARTS, int DTYPE>
 static void attend_packed(const Packed& pool, const void* q, void* o, const int32_t* table, const int64_t* slots,
                           const int64_t* last, int64_t B, int64_t H, int64_t columns, int64_t holdback, const Rule& rule,
                           int threads) {
@@ -304,7 +353,8 @@ static void attend_packed(const Packed& pool, const void* q, void* o, const int3
   if (rule.window) longest = std::min(longest, rule.window);
   Partials partials(B * H, parts_for(B * pool.G, longest, threads), pool.dim);
   std::vector<float> rows = scaled_rows(q, B * H, pool.dim, partials.padded, rule.scale, DTYPE);
-  Order<BITS> order(pool.channels);
+  Order of_keys = pool.key_bits == 16 ? Order{} : Order::of_keys(pool.key_bits, pool.channels);
+  Order of_values = Order::of_values(pool.value_bits);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t i = 0; i < B * pool.G * partials.parts; ++i) {
     int64_t parts = partials.parts, part = i % parts, g = i / parts % pool.G, b = i / parts / pool.G, r = 0;
@@ -327,9 +377,12 @@ static void attend_packed(const Packed& pool, const void* q, void* o, const int3
       task.template attend<DTYPE>(table + slots[b] * columns, slots[b], b0, b1, std::max(end * BLOCK, first), first,
                                    last[b], ring, slopes, out);
     };
-    auto four = [&](auto x, auto s, auto out) { run(PackedHeads<BITS, PARTS, 4 / PARTS>(pool, order, rule, g, x), s, out); };
-    auto two = [&](auto x, auto s, auto out) { run(PackedHeads<BITS, PARTS, 2>(pool, order, rule, g, x), s, out); };
-    auto one = [&](auto x, auto s, auto out) { run(PackedHeads<BITS, PARTS, 1>(pool, order, rule, g, x), s, out); };
+    auto of = [&](auto count, auto x, auto s, auto out) {
+      run(PackedHeads<PARTS, count()>(pool, of_keys, of_values, rule, g, x), s, out);
+    };
+    auto four = [&](auto x, auto s, auto out) { of(std::integral_constant<int, 4 / PARTS>(), x, s, out); };
+    auto two = [&](auto x, auto s, auto out) { of(std::integral_constant<int, 2>(), x, s, out); };
+    auto one = [&](auto x, auto s, auto out) { of(std::integral_constant<int, 1>(), x, s, out); };
     while (rep - r >= 4 / PARTS) heads(four, 4 / PARTS);
     while (PARTS == 1 && rep - r >= 2) heads(two, 2);
     while (r < rep) heads(one, 1);
@@ -337,12 +390,11 @@ static void attend_packed(const Packed& pool, const void* q, void* o, const int3
   partials.join(o, B * H, H, rule.sinks, DTYPE, threads);
 }
 
-template <int BITS>
 static void attend_packed_of(const Packed& pool, const void* q, void* o, const int32_t* table, const int64_t* slots,
                              const int64_t* last, int64_t B, int64_t H, int64_t columns, int64_t holdback,
                              const Rule& rule, int64_t dtype, int threads) {
-  auto run = dtype == FLOAT32    ? attend_packed<BITS, 2, FLOAT32>
-             : dtype == BFLOAT16 ? attend_packed<BITS, 1, BFLOAT16>
-                                  : attend_packed<BITS, 1, FLOAT16>;
+  auto run = dtype == FLOAT32    ? attend_packed<2, FLOAT32>
+             : dtype == BFLOAT16 ? attend_packed<1, BFLOAT16>
+                                  : attend_packed<1, FLOAT16>;
   run(pool, q, o, table, slots, last, B, H, columns, holdback, rule, threads);
 }

@@ -72,12 +72,15 @@ def padded_head_dim(head_dim: int) -> int:
     return -(-head_dim // HEAD_DIM_PADDING) * HEAD_DIM_PADDING
 
 
-def block_bytes(kv: KVPrecision, *, kv_heads: int, head_dim: int) -> int:
-    """Return the bytes of one packed block of one layer: keys with a scale for every channel,
-    values with one for every token."""
+def block_bytes(kv: KVPrecision, *, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
+    """Return the bytes of one packed block of one layer: keys with a scale for every channel, or
+    in 16 bits as they are, values with a scale for every token."""
     channels = padded_head_dim(head_dim)
-    codes = 2 * BLOCK_TOKENS * channels * kv.bits // 8
-    return kv_heads * (codes + (channels + BLOCK_TOKENS) * PARAM_BYTES)
+    keys = channels * (BLOCK_TOKENS * kv.key_bits // 8 + PARAM_BYTES)
+    if kv.key_bits == 16:
+        keys = channels * BLOCK_TOKENS * dtype_bytes
+    values = BLOCK_TOKENS * (channels * kv.value_bits // 8 + PARAM_BYTES)
+    return kv_heads * (keys + values)
 
 
 def kv_cache_bytes(
@@ -100,8 +103,8 @@ def kv_cache_bytes(
     token = 2 * kv_heads * head_dim * dtype_bytes
     if kv is KVPrecision.KV16:
         return slots * max_len * token // 2 * vectors
-    packed = packed_blocks(max_len) * block_bytes(kv, kv_heads=kv_heads, head_dim=head_dim)
-    return slots * (packed + RING_TOKENS * token)
+    block = block_bytes(kv, kv_heads=kv_heads, head_dim=head_dim, dtype_bytes=dtype_bytes)
+    return slots * (packed_blocks(max_len) * block + RING_TOKENS * token)
 
 
 def kv_pool_bytes(
@@ -125,6 +128,6 @@ def kv_pool_bytes(
     token = 2 * kv_heads * head_dim * dtype_bytes
     if kv is KVPrecision.KV16:
         return num_blocks * BLOCK_TOKENS * token // 2 * vectors
-    block = block_bytes(kv, kv_heads=kv_heads, head_dim=head_dim)
+    block = block_bytes(kv, kv_heads=kv_heads, head_dim=head_dim, dtype_bytes=dtype_bytes)
     behind = TAIL_TOKENS * token if prefix_cache else 0
     return num_blocks * (block + behind) + slots * RING_TOKENS * token

@@ -337,14 +337,16 @@ def _view_bytes(spec: ModelSpec, shape: _Shape) -> int:
 def _packing_bytes(spec: ModelSpec, shape: _Shape) -> int:
     """Return what packing a piece of the completed blocks needs, or writing the ring.
 
-    Keys and values of e bytes, in float32 where they are not, two float32 temporaries, codes.
+    Keys and values of e bytes, in float32 where they are not, two float32 temporaries, codes. Keys
+    of 16 bits stay as they are.
     """
-    e = shape.element_bytes
+    e, plain_keys = shape.element_bytes, shape.kv.key_bits == 16
     block = spec.kv_heads * BLOCK_TOKENS
     at_once = max(1, KV_PIECE_ELEMENTS // (block * padded_head_dim(spec.head_dim)))
     elements = min(shape.completed, at_once) * block * spec.head_dim
     ring = shape.rows * min(shape.row_tokens, RING_TOKENS) * spec.kv_heads * spec.head_dim * e
-    return max(elements * (2 * e + (8 if e < 4 else 0) + 9), ring)
+    in_float32 = 0 if e == 4 else 4 if plain_keys else 8
+    return max(elements * (2 * e + in_float32 + (8 if plain_keys else 9)), ring)
 
 
 def _dequantised_bytes(spec: ModelSpec, shape: _Shape) -> int:
@@ -366,7 +368,7 @@ def _dequantised_bytes(spec: ModelSpec, shape: _Shape) -> int:
     if not shape.blocks:
         return keys + 3 * recent
     old = heads * shape.blocks * BLOCK_TOKENS * channels
-    unpacking = old * max(2 + shape.kv.bits / 4, 1 + e)
+    unpacking = old * max(2 + shape.kv.value_bits / 4, 1 + e)
     repeated = spec.heads // spec.kv_heads if shape.row_tokens > 1 else 1
     masking = shape.tokens * row * max(10 if any(spec.windows) else 0, repeated * (1 + e))
     if spec.positions == "alibi":

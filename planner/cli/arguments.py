@@ -270,7 +270,7 @@ def _how_to_choose(section: Section) -> None:
     section.flag("--pareto-points", type=int, only=front, help=points)
     bits = "precisions allowed, such as 4,8,16 or w8a8,w4a16 (default: all but 3 bits)"
     section.flag("--bits", daily=True, help=bits)
-    kv = "KV bits allowed, such as 16,8,4 (default 16)"
+    kv = "KV bits allowed, such as 16,8,4 or 8v4: keys in 8, values in 4 (default 16)"
     section.flag("--kv", also=("--kv-cache-dtype",), default="16", help=kv)
 
 
@@ -425,7 +425,7 @@ def fits_parser() -> CommandParser:
     add_free_memory(section)
     _what_to_fit(parser.section("requests"))
     bits = "precisions allowed, such as 4,8,16 or w8a8,w4a16 (default: all but 3 bits)"
-    kv = "KV bits allowed, such as 16,8,4 (default 16; others are listed beside)"
+    kv = "KV bits allowed, such as 16,8,4 or 8v4 (default 16; others are listed beside)"
     quality = parser.section("precision")
     quality.flag("--bits", daily=True, help=bits)
     quality.flag("--kv", also=("--kv-cache-dtype",), daily=True, help=kv)

@@ -27,7 +27,7 @@ from llmpq.planner.problem.make_problem import (
     GENERIC_NOTE,
     kvs_to_plan,
     make_problem,
-    runs_packed_kv,
+    runs_kv,
 )
 from llmpq.planner.problem.outcome import Assignment
 from llmpq.planner.problem.problem import Problem
@@ -42,7 +42,7 @@ from llmpq.planner.refusal import (
 )
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import search_plan, with_head_of_16_bits
-from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision, bits_of
+from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision, bits_of, kv_bits_of
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import planned_kv_bytes
 from llmpq.sizes.prefix_states import prefix_notes
@@ -246,9 +246,8 @@ def _rows(p: Problem, kvs: Sequence[KVPrecision], *, listed: bool) -> Iterator[_
     Those allowed and, `listed`, a KV cache of fewer bits, not below the weights'; 3 bits where
     they may be chosen.
     """
-    packed = LISTED_KV if runs_packed_kv(p) else ()
-    more = [kv for kv in packed if kv not in kvs] if listed else []
-    all_kvs = sorted({*kvs, *more}, key=lambda kv: -kv.bits)
+    more = [kv for kv in LISTED_KV if kv not in kvs and runs_kv(p, kv)] if listed else []
+    all_kvs = sorted({*kvs, *more}, key=lambda kv: -kv.mean_bits)
     choices: list[tuple[Precision, ...]]
     if p.offered:
         p = repriced(p, all_kvs)
@@ -262,7 +261,7 @@ def _rows(p: Problem, kvs: Sequence[KVPrecision], *, listed: bool) -> Iterator[_
     allowed = {c for c in p.choices} if p.offered else set(own)
     for choice in choices:
         for kv in all_kvs:
-            if kv not in kvs and kv.bits < min(c.weight_bits for c in choice):
+            if kv not in kvs and kv.mean_bits < min(c.weight_bits for c in choice):
                 continue
             job = p.with_job(choices=choice, kv=kv)
             if job.offered:
@@ -272,7 +271,7 @@ def _rows(p: Problem, kvs: Sequence[KVPrecision], *, listed: bool) -> Iterator[_
             if choice == (Precision.W16A16,) and job.quantization.head_bits is None:
                 job = with_head_of_16_bits(job)
             bits = "" if set(choice) <= allowed else f"--bits {choice[0].weight_bits}"
-            packed_kv = "" if kv in kvs else f"--kv {kv.bits}"
+            packed_kv = "" if kv in kvs else f"--kv {kv.typed}"
             yield _Row(problem=job, flags=" ".join(filter(None, (bits, packed_kv))))
 
 
@@ -376,7 +375,7 @@ def _packed_notes(spec: ModelSpec, forms: Sequence[BitsFit]) -> Iterator[str]:
     """Yield a note where a KV cache of fewer bits leaves shorter contexts than one of 16."""
     full = {form.weights: form.loads for form in forms if form.kv == KVPrecision.KV16.value}
     less = [
-        form.kv.removeprefix("kv")
+        KVPrecision(form.kv)
         for form in forms
         for own, of_16 in zip(form.loads, full.get(form.weights, ()), strict=False)
         if own.longest_context < of_16.longest_context
@@ -389,13 +388,13 @@ def _packed_notes(spec: ModelSpec, forms: Sequence[BitsFit]) -> Iterator[str]:
     if why and not full:
         yield f"contexts may be longer with --kv 16{why}"
     if less:
-        bits = " or ".join(dict.fromkeys(less))
-        yield f"contexts are shorter with a KV cache of {bits} bits than of 16{why}"
+        bits = kv_bits_of(list(dict.fromkeys(less)))
+        yield f"contexts are shorter with a KV cache of {bits} than of 16{why}"
 
 
 def work_kv(plan: Plan) -> str:
     """Return the KV cache's bits in words."""
-    return f"KV cache in {plan.workload.kv.bits} bits"
+    return f"KV cache in {plan.workload.kv.title}"
 
 
 def _sentence(p: Problem, plan: Plan | None) -> str:

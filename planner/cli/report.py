@@ -388,7 +388,7 @@ def front_table(plans: Sequence[Plan], chosen: int) -> Table:
             f"{predicted.output_tokens_per_s:.1f}",
             shown_loss(predicted.sum_omega),
             bits_of(plan.precisions),
-            str(plan.workload.kv.bits),
+            plan.workload.kv.typed,
             f"{plan.prefill_microbatch}, {plan.decode_microbatch}",
             "\n".join(f"{s.device} {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages),
         )

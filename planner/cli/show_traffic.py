@@ -217,7 +217,7 @@ def _engines(valued: Valued) -> str:
         devices = " + ".join(words_of)
         words.append(
             f"{devices} ({plan.workload.batch} requests at once, steps of {one.step_tokens} "
-            f"tokens, {plan.workload.kv.bits}-bit KV)"
+            f"tokens, {plan.workload.kv.typed}-bit KV)"
         )
     return "; ".join(_counted(words))
 

@@ -45,8 +45,8 @@ class GgufTypes:
     """Of a layer's matrices, by the precision that the plan gives the layer."""
     experts: Mapping[Precision, str]
     """Of the matrices of experts."""
-    cache: str
-    """Of keys and values."""
+    cache: tuple[str, str]
+    """Of keys, and of values."""
     output: str
     """Of the output matrix (the head)."""
 
@@ -79,7 +79,7 @@ def gguf_bytes(plan: Plan, spec: ModelSpec, share: GpuShare, form: GgufTypes) ->
         chunk=plan.prefill_chunk,
         prefill_microbatch=plan.prefill_microbatch,
     )
-    kv_bytes = kv * BITS[form.cache] / 16
+    kv_bytes = kv * sum(BITS[cache] for cache in form.cache) / 2 / 16
     return int(weights + output + kv_bytes) + memory.workspace_bytes + memory.context_bytes
 
 

@@ -71,7 +71,8 @@ UNDIVIDED = {
 }
 """Families that it does not divide by `--split-mode tensor` (llm_arch_supports_sm_tensor of the
 version in engine_flags.yaml)."""
-CACHE_TYPES = {KVPrecision.KV8: "q8_0", KVPrecision.KV4: "q4_0", KVPrecision.KV2: "q4_0"}
+CACHE_TYPES = {16: "f16", 8: "q8_0", 4: "q4_0", 2: "q4_0"}
+"""Bits of keys, or of values -> their type."""
 PLAIN_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
@@ -229,7 +230,8 @@ def _file_types(plan: Plan, spec: ModelSpec, plain: str) -> GgufTypes:
     """Return the types of the file that is served, and of the cache."""
     own = GGUF_TYPES if spec.hidden % WIDE_BLOCK == 0 else NARROW_TYPES
     types = {Precision.W16A16: plain, **own}
-    cache = CACHE_TYPES.get(plan.workload.kv, "f16")
+    kv = plan.workload.kv
+    cache = (CACHE_TYPES[kv.key_bits], CACHE_TYPES[kv.value_bits])
     published = FAMILIES[spec.family].published_as
     if published is not None and _as_published(plan, spec):
         of_experts = dict.fromkeys(types, published)
@@ -293,10 +295,12 @@ def _serve(plan: Plan, place: LayerSplit, model: str, main: str) -> str:
     words += ["--parallel", str(plan.workload.batch)]
     if plan.traffic is not None:  # else every slot has its part, and that of a mean request
         words.append("--kv-unified")
-    cache = CACHE_TYPES.get(plan.workload.kv)
-    words += ["--flash-attn", "on"] if divided or cache is not None else []
-    if cache is not None:
-        words += ["--cache-type-k", cache, "--cache-type-v", cache]
+    kv = plan.workload.kv
+    packed = kv is not KVPrecision.KV16
+    words += ["--flash-attn", "on"] if divided or packed else []
+    if packed:
+        keys, values = CACHE_TYPES[kv.key_bits], CACHE_TYPES[kv.value_bits]
+        words += ["--cache-type-k", keys, "--cache-type-v", values]
     return " ".join(words)
 
 
@@ -325,12 +329,12 @@ def _missing(plan: Plan, place: LayerSplit, *, own_file: bool) -> tuple[str, ...
         for precision in (Precision.W8A8, Precision.W4A4)
         if precision in table
     ]
-    quantised = set(table) != {Precision.W16A16}
+    quantised, kv = set(table) != {Precision.W16A16}, plan.workload.kv
     return said(
         numbers_line(plan),
         microbatch_line(plan),
         drafts_line(plan),
-        "KV cache at 2 bit: the closest is q4_0" if plan.workload.kv is KVPrecision.KV2 else None,
+        f"KV cache of {kv.title}: the closest to 2 bits is q4_0" if kv.value_bits == 2 else None,
         *rounded,
         "bits: the plan's GGUF file is served as it is, in its own types" if own_file else None,
         "block sizes: GGUF types have blocks of 32 or 256, not the plan's groups"

@@ -167,7 +167,7 @@ def microbatch_line(plan: Plan) -> str:
 def kv_line(plan: Plan) -> str | None:
     """Say the KV precision, None when it is the engine's default."""
     kv = plan.workload.kv
-    return None if kv is KVPrecision.KV16 else f"KV cache at {kv.bits} bit"
+    return None if kv is KVPrecision.KV16 else f"KV cache of {kv.title}"
 
 
 def emulated_line(plan: Plan) -> str | None:

@@ -35,7 +35,11 @@ from llmpq.precision import KVPrecision
 
 MOST_MEMORY = 0.95
 """Share of a GPU beyond which vLLM's own workspace may have no room."""
-CACHE_TYPES = {KVPrecision.KV8: "int8_per_token_head", KVPrecision.KV4: "int4_per_token_head"}
+CACHE_TYPES = {
+    KVPrecision.KV8: "int8_per_token_head",
+    KVPrecision.KV8V4: "turboquant_k8v4",
+    KVPrecision.KV4: "int4_per_token_head",
+}
 
 
 def vllm(plan: Plan, spec: ModelSpec) -> Exported:
@@ -74,7 +78,7 @@ def vllm(plan: Plan, spec: ModelSpec) -> Exported:
         drafts_line(plan),
         "memory per stage: vLLM gives every stage the KV blocks of the fullest one",
         checkpoint_line(plan),
-        None if cache else _no_cache_type(plan),
+        _other_keys(plan) if cache else _no_cache_type(plan),
         emulated_line(plan),
         old_line(plan, "vLLM"),
     )
@@ -97,9 +101,15 @@ def _memory_share(plan: Plan) -> float | None:
     return math.floor(100 * min(MOST_MEMORY, least)) / 100
 
 
+def _other_keys(plan: Plan) -> str | None:
+    """Say that keys which have more bits than values are floats there."""
+    apart = plan.workload.kv.is_apart
+    return "8-bit keys as integers: vLLM's turboquant_k8v4 has them in FP8" if apart else None
+
+
 def _no_cache_type(plan: Plan) -> str | None:
     kv = kv_line(plan)
-    return kv and f"{kv}: vLLM's integer caches have 4 or 8 bits"
+    return kv and f"{kv}: vLLM's caches have 8 or 4 bits, or keys of 8 and values of 4"
 
 
 def _order_line(nodes: list[tuple[str, list[StagePlan]]]) -> str | None:

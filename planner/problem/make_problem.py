@@ -61,7 +61,14 @@ from llmpq.planner.problem.stored_precisions import (
     stored_layers,
     tells_layers,
 )
-from llmpq.precision import K_PADDING, WEIGHT_ONLY, KVPrecision, Precision, default_outliers
+from llmpq.precision import (
+    K_PADDING,
+    WEIGHT_ONLY,
+    KVPrecision,
+    Precision,
+    default_outliers,
+    kv_bits_of,
+)
 from llmpq.sensitivity import Sensitivity
 from llmpq.workload import Dtype, Workload
 
@@ -528,22 +535,22 @@ MAX_JOINED, MAX_SHARE = 64, 10_000
 def parse_kv(text: str) -> tuple[KVPrecision, ...]:
     """Read `16,8`; most precise first."""
     found = set(map(KVPrecision.parse, _listed(text, "--kv", "8 or 16,8")))
-    return tuple(sorted(found, key=lambda kv: -kv.bits))
+    return tuple(sorted(found, key=lambda kv: -kv.mean_bits))
 
 
-def runs_packed_kv(p: Problem) -> bool:
+def runs_kv(p: Problem, kv: KVPrecision) -> bool:
     """Whether the job's devices run its model with a KV cache of fewer than 16 bits."""
     old = packed_kv_sentence((d.kind, d.spec) for d in p.cluster.devices)
-    lacking = (lacks(p.spec, mode, max_len=p.workload.max_len) for mode in _packed_modes(p))
+    lacking = (lacks(p.spec, mode, max_len=p.workload.max_len) for mode in _packed_modes(p, kv))
     return old is None and not any(lacking)
 
 
-def _packed_modes(p: Problem) -> list[ExecutionMode]:
+def _packed_modes(p: Problem, kv: KVPrecision) -> list[ExecutionMode]:
     """Return the modes of a packed cache that its devices take; an exported plan's are its own."""
     run_here = (d for d in p.cluster.devices if d.spec.export_only is None)
     modes = execution_modes(
         gpu=any(not device.spec.is_cpu for device in run_here),
-        kv=KVPrecision.KV8,
+        kv=kv,
         drafts=False,
         dtype=p.workload.dtype,
     )
@@ -557,18 +564,21 @@ def kvs_to_plan(p: Problem, text: str) -> tuple[KVPrecision, ...]:
     """
     kvs = parse_kv(text)
     whole = KVPrecision.KV16
-    return (whole,) if whole in kvs and not runs_packed_kv(p) else kvs
+    if whole not in kvs:
+        return kvs
+    return tuple(kv for kv in kvs if kv is whole or runs_kv(p, kv))
 
 
 def _kv_left_out(p: Problem, text: str) -> list[str]:
     """Say which KV bits that are allowed no plan has, and why."""
     kept = kvs_to_plan(p, text)
-    gone = [str(kv.bits) for kv in parse_kv(text) if kv not in kept]
+    gone = [kv for kv in parse_kv(text) if kv not in kept]
     if not gone:
         return []
-    why = lacking_sentence(p.spec, _packed_modes(p), max_len=p.workload.max_len)
+    modes = _packed_modes(p, min(gone, key=lambda kv: kv.is_apart))
+    why = lacking_sentence(p.spec, modes, max_len=p.workload.max_len)
     why = why or packed_kv_sentence((d.kind, d.spec) for d in p.cluster.devices)
-    return [f"no plan has a KV cache of {' or '.join(gone)} bits: {why}"]
+    return [f"no plan has a KV cache of {kv_bits_of(gone)}: {why}"]
 
 
 def default_bits(
@@ -617,6 +627,10 @@ def generic_sensitivity(
             return whole
         return tuple(loss * share for loss, share in zip(whole, rounded[p], strict=True))
 
+    def of_cache(kv: KVPrecision) -> tuple[float, ...]:
+        both = zip(column(kv.key_bits), column(kv.value_bits), strict=True)
+        return tuple((keys + values) / 2 / 4 for keys, values in both)
+
     return Sensitivity(
         indicator="generic",
         model=spec.name,
@@ -624,7 +638,7 @@ def generic_sensitivity(
         weights={
             p: of_weights(p) for p in dict.fromkeys((*choices, Precision.W8A16, Precision.W4A16))
         },
-        kv={kv: tuple(x / 4 for x in column(kv.bits)) for kv in kvs},
+        kv={kv: of_cache(kv) for kv in kvs},
     )
 
 

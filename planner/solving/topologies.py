@@ -164,11 +164,11 @@ def two_fit(p: Problem, options: SolveOptions) -> bool:
 
 def _least_bytes(p: Problem, options: SolveOptions) -> float:
     """Return a lower bound of the weights of all layers, by the Lagrangian of the budget."""
-    kv = max(options.kvs or (p.kv,), key=lambda kv: kv.bits)
-    p = p.with_job(kv=kv)
     weights = np.where(p.open, weights_of_groups(p), np.inf)
     if options.budget is None:
         return float(weights.min(axis=1).sum())
+    jobs = [p.with_job(kv=kv) for kv in options.kvs or (p.kv,)]
+    p = min(jobs, key=lambda job: float(job.omega.sum()))
     omega, budget = p.omega, options.budget * (1 + BUDGET_ROUNDING)
     with np.errstate(divide="ignore", invalid="ignore"):
         saved = weights[:, :, None] - weights[:, None]

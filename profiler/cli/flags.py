@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llmpq.commands.command_line import CommandParser, Only, token_count
-from llmpq.precision import WEIGHT_ONLY
+from llmpq.precision import WEIGHT_ONLY, KVPrecision
 from llmpq.workload import full_dtype
 
 if TYPE_CHECKING:  # --help opens without what sizes need
     from llmpq.memory import CpuActivations
 
+ALL_KV = ",".join(kv.value for kv in KVPrecision if kv is not KVPrecision.KV16)
 BITS = ",".join(str(p.weight_bits) for p in WEIGHT_ONLY)
 DTYPES = ("float16", "bfloat16", "float32")
 OBSERVED = ("variance", "hessian", "output")
@@ -141,7 +142,8 @@ def run_parser() -> CommandParser:
     what.flag("--ray-address", daily=True, also=("--address",), help=hosts)
     what.flag("--device", daily=True, help="only this device kind (default: all present here)")
     what.flag("--bits", default=BITS, daily=True, help=f"precisions to time (default {BITS})")
-    what.flag("--kv", default="kv16", daily=True, help="KV precisions to time (default kv16)")
+    kv = "KV precisions to time, such as kv8,kv8v4 (default kv16)"
+    what.flag("--kv", default="kv16", daily=True, help=kv)
     what.flag(
         "--job",
         daily=True,
@@ -261,7 +263,7 @@ def indicator_parser() -> CommandParser:
     )
     what.flag("--text", type=Path, daily=True, only=observed, help="calibration text, UTF-8")
     what.flag("--bits", default=BITS, daily=True, help=f"{BITS} (default), w8a8, w4a4")
-    what.flag("--kv", default="kv8,kv4,kv2", daily=True, help="KV precisions (all by default)")
+    what.flag("--kv", default=ALL_KV, daily=True, help="KV precisions (all by default)")
     what.flag("--device", default="cpu", daily=True, only=observed, help="cpu (default) or cuda")
     what.flag(
         "--windows",

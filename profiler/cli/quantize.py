@@ -259,8 +259,21 @@ def _weight_only(precision: Precision) -> bool:
 
 def _kv(request: QuantizeRequest, plan: Plan | None) -> KVPrecision:
     if request.kv_cache_dtype:
-        return KVPrecision.parse(request.kv_cache_dtype)
-    return plan.workload.kv if plan else KVPrecision.KV16
+        asked = KVPrecision.parse(request.kv_cache_dtype)
+        if asked.is_apart:
+            raise ValueError(
+                f"--kv-cache-dtype {request.kv_cache_dtype}: config.json names one number of bits "
+                "for keys and values; leave it out, and give it to llmpq-dist, which takes both"
+            )
+        return asked
+    kv = plan.workload.kv if plan else KVPrecision.KV16
+    if kv.is_apart:
+        log.warning(
+            "config.json names no KV bits: it has one number for keys and values, the plan has "
+            "%s; llmpq-dist run --kv-cache-dtype %s takes both",
+            *(kv.title, kv.value),
+        )
+    return kv
 
 
 def _group_size(text: str) -> int | None:

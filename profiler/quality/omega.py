@@ -15,7 +15,7 @@ from torch import Tensor
 from llmpq.memory import Quantization
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.quality.hessian import HessianSum, squared_error
-from llmpq.profiler.quality.kv_variance import kv_omega, range_square
+from llmpq.profiler.quality.kv_variance import KVRanges, kv_omega, kv_ranges, mean_ranges
 from llmpq.profiler.quality.variance import (
     Granularity,
     InputStats,
@@ -41,13 +41,13 @@ class VarianceObserver:
     kv_table: KVTable = field(default_factory=dict)
     _weights: Mapping[str, Tensor] = field(default_factory=dict)
     _stats: dict[str, InputStats] = field(default_factory=dict)
-    _range_squares: list[float] = field(default_factory=list)
+    _ranges: list[KVRanges] = field(default_factory=list)
 
     def begin(self, index: int, weights: Mapping[str, Tensor]) -> None:
         """Start a layer."""
         self._weights = weights
         self._stats = {}
-        self._range_squares = []
+        self._ranges = []
 
     def on_input(self, name: str, x: Tensor) -> None:
         """Add a batch to the operator's sums."""
@@ -57,13 +57,13 @@ class VarianceObserver:
 
     def on_cache(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Add a window's ranges."""
-        self._range_squares.append(range_square(k_TGD, v_TGD))
+        self._ranges.append(kv_ranges(k_TGD, v_TGD))
 
     def end(self) -> None:
         """Append the layer's omegas."""
         for precision in self.precisions:
             self.table.setdefault(precision, []).append(self._omega(precision))
-        mean = sum(self._range_squares) / len(self._range_squares)
+        mean = mean_ranges(self._ranges)
         for kv in self.kv:
             self.kv_table.setdefault(kv, []).append(kv_omega(mean, kv, self.rounding))
 
@@ -99,13 +99,13 @@ class HessianObserver:
     kv_table: KVTable = field(default_factory=dict)
     _weights: Mapping[str, Tensor] = field(default_factory=dict)
     _sums: dict[str, HessianSum] = field(default_factory=dict)
-    _range_squares: list[float] = field(default_factory=list)
+    _ranges: list[KVRanges] = field(default_factory=list)
 
     def begin(self, index: int, weights: Mapping[str, Tensor]) -> None:
         """Start a layer."""
         self._weights = weights
         self._sums = {name: HessianSum(w.shape[1], w.device) for name, w in weights.items()}
-        self._range_squares = []
+        self._ranges = []
 
     def on_input(self, name: str, x: Tensor) -> None:
         """Add a batch to the operator's Hessian."""
@@ -113,7 +113,7 @@ class HessianObserver:
 
     def on_cache(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Add a window's ranges."""
-        self._range_squares.append(range_square(k_TGD, v_TGD))
+        self._ranges.append(kv_ranges(k_TGD, v_TGD))
 
     def end(self) -> None:
         """Append the layer's omegas."""
@@ -129,10 +129,10 @@ class HessianObserver:
                 if scheme is not None:
                     omega += eigenvalue * squared_error(self._weights[name], scheme)
             self.table.setdefault(precision, []).append(omega)
-        mean_square = sum(self._range_squares) / len(self._range_squares)
+        ranges = mean_ranges(self._ranges)
         for kv in self.kv:
             # The squared error of rounding is S^2 / 12; times the Hessian's 2 that is S^2 / 6.
-            omega = worst_ratio * kv_omega(mean_square, kv, "stochastic")
+            omega = worst_ratio * kv_omega(ranges, kv, "stochastic")
             self.kv_table.setdefault(kv, []).append(omega)
 
 
@@ -149,6 +149,6 @@ def random_tables(
         for precision, value in zip(by_bits, draws, strict=True):
             weights[precision].append(0.0 if precision is Precision.W16A16 else value)
         draws = sorted(rng.random(len(kv)).tolist(), reverse=True)
-        for bits, value in zip(sorted(kv, key=lambda k: k.bits), draws, strict=True):
+        for bits, value in zip(sorted(kv, key=lambda k: k.mean_bits), draws, strict=True):
             caches[bits].append(value)
     return weights, caches

@@ -23,7 +23,7 @@ from llmpq.kernels.weights.atom_weight import quantize_atom
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.memory import Quantization
 from llmpq.precision import KVPrecision, Precision, WeightScheme, default_outliers
-from llmpq.profiler.quality.kv_variance import kv_omega, range_square
+from llmpq.profiler.quality.kv_variance import KVRanges, kv_omega, kv_ranges, mean_ranges
 
 SAMPLE_TOKENS = 512
 """Tokens stored of each linear's input, spread over the calibration text."""
@@ -41,13 +41,13 @@ class OutputErrorObserver:
     _weights: Mapping[str, Tensor] = field(default_factory=dict)
     _samples: dict[str, list[Tensor]] = field(default_factory=dict)
     _tokens: dict[str, int] = field(default_factory=dict)
-    _range_squares: list[float] = field(default_factory=list)
+    _ranges: list[KVRanges] = field(default_factory=list)
 
     def begin(self, index: int, weights: Mapping[str, Tensor]) -> None:
         """Start a layer."""
         self._weights = weights
         self._samples = {}
-        self._range_squares = []
+        self._ranges = []
         self._tokens = {}
 
     def on_input(self, name: str, x: Tensor) -> None:
@@ -59,7 +59,7 @@ class OutputErrorObserver:
 
     def on_cache(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Add a window's ranges."""
-        self._range_squares.append(range_square(k_TGD, v_TGD))
+        self._ranges.append(kv_ranges(k_TGD, v_TGD))
 
     def end(self) -> None:
         """Append the layer's omegas."""
@@ -72,7 +72,7 @@ class OutputErrorObserver:
                     share = self._tokens[name] / max(self._tokens.values())
                     total += share * output_error(weight_NK, self._sample(name), scheme)
             self.table.setdefault(precision, []).append(total)
-        mean = sum(self._range_squares) / len(self._range_squares)
+        mean = mean_ranges(self._ranges)
         for kv in self.kv:
             # Rounding with step S adds S^2 / 12; the stochastic share is S^2 / 6.
             self.kv_table.setdefault(kv, []).append(kv_omega(mean, kv, "stochastic") / 2)

@@ -1,4 +1,4 @@
-"""The pool of packed blocks of a stage on a GPU: keys and values of 8, 4 or 2 bits.
+"""The pool of packed blocks of a stage on a GPU: keys and values of 8, 4 or 2 bits, each its own.
 
     pool   [layers, blocks, G, ...]      codes, scales and zeros (kernels/formats/kv_block.py), and
                                          for the prefix cache the 16-bit tokens behind each block
@@ -72,7 +72,14 @@ class GpuPackedKV(GpuPagedKVBase):
             first, second = (torch.zeros(shape, dtype=kind, device=device) for _ in "kv")
             return first, second
 
-        self._words = pair((*blocks, fmt.block_words), torch.int32)
+        self._words = (
+            torch.zeros(
+                (*blocks, fmt.key_words),
+                dtype=dtype if fmt.plain_keys else torch.int32,
+                device=device,
+            ),
+            torch.zeros((*blocks, fmt.value_words), dtype=torch.int32, device=device),
+        )
         self._params = (
             torch.zeros((*blocks, *fmt.key_param_shape), dtype=torch.float16, device=device),
             torch.zeros((*blocks, 2, BLOCK_TOKENS), dtype=torch.float16, device=device),

@@ -260,11 +260,14 @@ def _ends_of(spec: ModelSpec) -> list[str]:
 
 
 def kv_cache_scheme(spec: ModelSpec, kv: KVPrecision) -> dict[str, Any] | None:
-    """Return compressed-tensors' words for a low-bit cache: a scale and zero per token and head."""
-    if kv is KVPrecision.KV16:
+    """Return compressed-tensors' words for a low-bit cache: a scale and zero per token and head.
+
+    None where it has no words: one number of bits is of keys and of values.
+    """
+    if kv is KVPrecision.KV16 or kv.is_apart:
         return None
     return {
-        "num_bits": kv.bits,
+        "num_bits": kv.key_bits,
         "type": "int",
         "symmetric": False,
         "strategy": "group",

@@ -18,7 +18,7 @@ from llmpq.errors import BadPlanError, PlanMismatchError
 from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec, builtin_configs, builtin_ids, builtin_name
 from llmpq.plan import MemoryForm, Plan
-from llmpq.precision import KVPrecision, Precision, WeightScheme
+from llmpq.precision import KVPrecision, Precision, WeightScheme, kv_bits_of
 from llmpq.sensitivity import Sensitivity
 from llmpq.sizes.kv_format import kv_cache_bytes
 from llmpq.units import format_size, parse_size
@@ -162,8 +162,38 @@ def test_sizes(text: str, value: int) -> None:
 def test_precision_spellings() -> None:
     assert Precision.parse("4") is Precision.W4A16
     assert KVPrecision.parse("int4") is KVPrecision.KV4
+    for text in ("kv8v4", "8v4", "k8v4", " KV8V4 "):
+        assert KVPrecision.parse(text) is KVPrecision.KV8V4
+    assert KVPrecision.parse("8v8") is KVPrecision.KV8
+    assert KVPrecision.parse("kv16v16") is KVPrecision.KV16
     with pytest.raises(ValueError, match="did you mean 'w8a8'.* known: 16, 3, 4, 8, w4a4, w8a8"):
         Precision.parse("w8a")
+
+
+def test_bits_of_keys_and_values() -> None:
+    for kv in KVPrecision:
+        assert KVPrecision.parse(kv.value) is KVPrecision.parse(kv.typed) is kv
+        assert kv.key_bits >= kv.value_bits and kv.is_apart == ("v" in kv.typed)
+        assert kv.mean_bits == (kv.key_bits + kv.value_bits) / 2
+    apart = KVPrecision.KV8V4
+    assert (apart.key_bits, apart.value_bits) == (8, 4)
+    assert apart.title == "8-bit keys and 4-bit values" and KVPrecision.KV4.title == "4 bits"
+    three = [KVPrecision.KV8, apart, KVPrecision.KV4]
+    assert kv_bits_of(three) == "8 or 4 bits or 8-bit keys and 4-bit values"
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("4v8", "8v4"), ("turboquant_k8v4", "8v4"), ("q8_0/q4_0", "8"), ("kv4v3", "4"),
+        ("8v", "8"), ("16v4v2", "16v4"), ("fp8", "8"),
+    ],
+)  # fmt: skip
+def test_a_near_kv_precision_is_named(text: str, meant: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"did you mean {meant}\\? known bits: 16, 8, 4, 2; of keys"
+    ):
+        KVPrecision.parse(text)
 
 
 def cluster_data() -> dict:

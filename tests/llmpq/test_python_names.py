@@ -19,6 +19,7 @@ pytestmark = pytest.mark.pure
         ("give another folder or leave --layer-cache out", "or leave layer_cache out"),
         ("--gamma must be between 1 and 8", "gamma must be"),
         ("plan with --kv 16", "plan with kv_cache_dtype=16"),
+        ("plan with --kv 8v4", "plan with kv_cache_dtype='8v4'"),
         ("re-plan with llmpq-algo --kv 8; drop --kv", "llmpq-algo --kv 8; drop kv_cache_dtype"),
         ("ignore it: --layer-cache vllm", "ignore it: layer_cache='vllm'"),
         ("with --no-stages-apart", "with stages_apart=False"),

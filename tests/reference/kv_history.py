@@ -18,8 +18,12 @@ from llmpq.sizes.kv_format import BLOCK_TOKENS, packed_end
 
 def dequantised(fmt: KVFormat, x_TGD: Tensor, *, keys: bool) -> Tensor:
     """Round whole blocks of keys or values [T, G, D] to the format, in float64."""
+    if keys and fmt.plain_keys:
+        return x_TGD.double()
     blocks = x_TGD.unflatten(0, (-1, BLOCK_TOKENS))
-    codes, scale, zero = quantize(blocks, fmt.bits, -3 if keys else -1)
+    codes, scale, zero = quantize(
+        blocks, fmt.key_bits if keys else fmt.value_bits, -3 if keys else -1
+    )
     return (codes.double() * scale.double() + zero.double()).flatten(0, 1)
 
 

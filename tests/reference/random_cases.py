@@ -48,7 +48,7 @@ def random_case(seed: int, *, objective: Objective | None = None) -> RandomCase:
     choices = tuple(
         sorted(rng.sample(WEIGHT_ONLY, rng.choice([1, 2, 2, 3])), key=lambda c: -c.weight_bits)
     )
-    kvs = tuple(sorted(rng.sample(KVS, rng.choice([1, 1, 2, 3])), key=lambda kv: -kv.bits))
+    kvs = tuple(sorted(rng.sample(KVS, rng.choice([1, 1, 2, 3])), key=lambda kv: -kv.mean_bits))
     nodes = _nodes(rng)
     work = Workload(
         batch=rng.choice([1, 2, 3, 4, 6]),
@@ -148,7 +148,7 @@ def _sensitivity(
 ) -> Sensitivity:
     layers, uneven = spec.num_layers, rng.random() < 0.6
 
-    def column(bits: int) -> tuple[float, ...]:
+    def column(bits: float) -> tuple[float, ...]:
         loss = 0.0 if bits >= 16 else 1e-2 / 2 ** (bits - 3)
         return tuple(loss * (rng.uniform(0.2, 2.0) if uneven else 1.0) for _ in range(layers))
 
@@ -157,7 +157,7 @@ def _sensitivity(
         model=spec.name,
         num_layers=layers,
         weights={choice: column(choice.weight_bits) for choice in choices},
-        kv={kv: tuple(x / 4 for x in column(kv.bits)) for kv in kvs},
+        kv={kv: tuple(x / 4 for x in column(kv.mean_bits)) for kv in kvs},
     )
 
 

@@ -9,10 +9,11 @@ elements: a channel's key scale folds into q, a token's into p; zeros are one ex
 (keys) and one sum (values). One warp a program: words arrive in shared memory by asynchronous
 copies, STAGES deep, and go to the operand's registers in 16-byte loads (straight loads were latency
 bound: ncu, H200, 20 % of issue slots used). GAIN: stored scales make up for a plane's power of two
-(kv_block.py), sums are GAIN times too large.
+(kv_block.py), sums are GAIN times too large. Keys and values may have different bits; keys of 16
+stand as they are, are loaded in the order of rows and multiplied by queries in fp16.
 
-Cost per output: D * bits/4 + (scales) bytes of keys and values per token and key-value head,
-0.63 integer instructions per 4-bit element, 1 mma.m16n8k16 per 256 elements.
+Cost per output: D * (KEY_BITS + VALUE_BITS) / 8 + (scales) bytes of keys and values per token and
+key-value head, 0.63 integer instructions per 4-bit element, 1 mma.m16n8k16 per 256 elements.
 
 G: key-value heads.  D: head_dim, C channels of it stored.  R: columns, query heads of one of G.
 KW, KW0: consecutive columns of the left operand in a thread (register_operands.py), those of codes
@@ -28,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from llmpq.kernels.kv.low_bit.float32_products import LOW_GAIN, high_and_low
+from llmpq.kernels.kv.low_bit.float32_products import LOW_GAIN, dot_float32, high_and_low
 from llmpq.kernels.kv.low_bit.register_operands import (
     by_thread,
     fold_keys,
@@ -81,8 +82,8 @@ def _weighed(
 def _tiles(
     step0, step1, m_i, l_g, z_g, acc, k_words, k_params, v_words, v_params, table, slot,
     table_width, head, q_plain, q_thread, q_pos, slope, unit, cap, window,
-    G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, ALIBI: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    R: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     TILES: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr,
     EMULATE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -93,15 +94,19 @@ def _tiles(
 
     `unit` makes scores exponents of 2; those under a cap are so already (`score_unit`). C channels
     are stored, their keys by octet where D is more. Queries of float32 are multiplied as such.
+    Beside plain keys (KEY_BITS of 16) `q_plain` is [D, R], channel by channel.
     """
-    APART: tl.constexpr = not CAPPED  # a channel's zero joins the exponents
+    PLAIN: tl.constexpr = KEY_BITS == 16  # keys as they are, one tile a step
+    APART: tl.constexpr = not (CAPPED or PLAIN)  # a channel's zero joins the exponents
     score = unit
     unit = score_unit(unit, CAPPED)
     FLOAT32: tl.constexpr = q_thread.dtype == tl.float32
-    VECS: tl.constexpr = D * BITS // 64  # 16-byte loads a thread needs for a tile
-    STORED: tl.constexpr = C * BITS // 64
+    K_VECS: tl.constexpr = D * KEY_BITS // 64  # 16-byte loads a thread needs for a tile
+    K_STORED: tl.constexpr = C * KEY_BITS // 64
+    V_VECS: tl.constexpr = D * VALUE_BITS // 64
+    V_STORED: tl.constexpr = C * VALUE_BITS // 64
     BY_OCTET: tl.constexpr = C < D
-    GAIN: tl.constexpr = 2 ** (8 - BITS)
+    GAIN: tl.constexpr = 1 if PLAIN else 2 ** (8 - KEY_BITS)
     row = tl.arange(0, 64)
     row_token = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
     for step in tl.range(step0, step1, num_stages=STAGES):
@@ -110,27 +115,35 @@ def _tiles(
         half = tile % 2
         page = tl.load(table + slot * table_width + block).to(tl.int64)
         at = page * G + head
-        kw_at = k_words + at * (2 * STORED * 128) + half * (STORED * 128)
-        vw_at = v_words + at * (2 * STORED * 128) + half * (STORED * 128)
+        vw_at = v_words + at * (2 * V_STORED * 128) + half * (V_STORED * 128)
         vp_at = v_params + at * (2 * BLOCK) + half * TILE
         # ---- scores of one or two tiles
-        k0 = unpack(words(kw_at, VECS, STORED), 4, D // 16, BITS, KW, EMULATE, BY_OCTET)
-        if TILES == 2:
-            kw1 = words(kw_at + STORED * 128, VECS, STORED)
-            k1 = unpack(kw1, 4, D // 16, BITS, KW, EMULATE, BY_OCTET)
-        q_mat, init = fold_keys(
-            k_params + at * (2 * C), q_plain, q_thread, GAIN, D, R, KW, KW0, C
-        )  # fmt: skip
-        x0 = times_codes(k0, q_mat, FLOAT32)
-        if TILES == 2:
-            x1 = times_codes(k1, q_mat, FLOAT32)
+        if PLAIN:
+            d = tl.arange(0, D)[None, :]
+            key_at = k_words + (at * (2 * TILE) + half * TILE + row_token[:, None]) * C + d
+            k0 = tl.load(key_at) if C == D else tl.load(key_at, mask=d < C, other=0.0)
+            x0 = dot_float32(k0, q_plain) if FLOAT32 else tl.dot(k0.to(tl.float16), q_plain)
+        else:
+            kw_at = k_words + at * (2 * K_STORED * 128) + half * (K_STORED * 128)
+            k0 = words(kw_at, K_VECS, K_STORED)
+            k0 = unpack(k0, 4, D // 16, KEY_BITS, KW, EMULATE, BY_OCTET)
+            if TILES == 2:
+                kw1 = words(kw_at + K_STORED * 128, K_VECS, K_STORED)
+                k1 = unpack(kw1, 4, D // 16, KEY_BITS, KW, EMULATE, BY_OCTET)
+            q_mat, init = fold_keys(
+                k_params + at * (2 * C), q_plain, q_thread, GAIN, D, R, KW, KW0, C
+            )  # fmt: skip
+            x0 = times_codes(k0, q_mat, FLOAT32)
+            if TILES == 2:
+                x1 = times_codes(k1, q_mat, FLOAT32)
         if ALIBI:
             pos = tile * TILE + row_token
             x0 += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
             if TILES == 2:
                 x1 += slope[None, :] * (pos[:, None] + TILE - q_pos[None, :]).to(tl.float32)
         if CAPPED:
-            x0 += from_zero(init, R)
+            if not PLAIN:
+                x0 += from_zero(init, R)
             x0 = capped(x0 * score, cap)
             if TILES == 2:
                 x1 += from_zero(init, R)
@@ -170,11 +183,11 @@ def _tiles(
         z_g = z_g * alpha[None, :] + tl.sum(tl.reshape(pz, (8, 8, R)), 0)
         # ---- output
         p0 = p0 * over_scores(token_vector(vp_at).to(tl.float32), R)
-        v0 = unpack(words(vw_at, VECS, STORED), D // 16, 4, BITS, KW, EMULATE)
+        v0 = unpack(words(vw_at, V_VECS, V_STORED), D // 16, 4, VALUE_BITS, KW, EMULATE)
         acc = _weighed(v0, p0, acc * alpha[None, :], R, KW, EMULATE, FLOAT32)
         if TILES == 2:
             p1 = p1 * over_scores(token_vector(vp_at + TILE).to(tl.float32), R)
-            vw1 = words(vw_at + STORED * 128, VECS, STORED)
-            v1 = unpack(vw1, D // 16, 4, BITS, KW, EMULATE)
+            vw1 = words(vw_at + V_STORED * 128, V_VECS, V_STORED)
+            v1 = unpack(vw1, D // 16, 4, VALUE_BITS, KW, EMULATE)
             acc = _weighed(v1, p1, acc, R, KW, EMULATE, FLOAT32)
     return m_i, l_g, z_g, acc

@@ -22,8 +22,8 @@ _MOST_CHANNELS = 256
 
 
 def native_takes(fmt: KVFormat, layer: KVLayer, q: Tensor) -> bool:
-    """Whether our own code computes this: a row of codes is two words, or whole runs of four."""
-    words = fmt.channels * fmt.bits // 64
+    """Whether our own code computes this: a row of codes of keys is two words, or runs of four."""
+    words = 4 if fmt.plain_keys else fmt.channels * fmt.key_bits // 64
     return (
         q.device.type == "cpu"
         and q.dtype == layer.k_ring_SGRD.dtype
@@ -70,6 +70,6 @@ def attend_packed(
         *(address(q_BHD), address(out_BHD), ctypes.addressof(addresses), address(table_SN)),
         *(address(slots_B), address(last_B), ctypes.addressof(packed_sizes)),
         *(ctypes.addressof(factors), address(slopes), address(sinks)),
-        *(fmt.bits, DTYPE_CODES[q_BHD.dtype], torch.get_num_threads()),
+        *(fmt.key_bits, fmt.value_bits, DTYPE_CODES[q_BHD.dtype], torch.get_num_threads()),
     )
     return out_BHD

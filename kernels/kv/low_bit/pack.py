@@ -147,6 +147,28 @@ def pack_keys(
 
 
 @triton.jit
+def keep_keys(
+    new, ring, keys, at, block, start, stride_t, D: tl.constexpr, READ_NEW: tl.constexpr
+):  # fmt: skip
+    """Copy the keys of one block of one head as they are into page-and-head `at`.
+
+    Channels from D on are zeros since the pool was allocated.
+    """
+    C: tl.constexpr = (D + 31) // 32 * 32
+    d = tl.arange(0, triton.next_power_of_2(D))[None, :]
+    for first in tl.range(0, BLOCK, 32):
+        i = first + tl.arange(0, 32)[:, None]
+        pos = block * BLOCK + i
+        old = (pos < start) & (d < D)
+        x = tl.load(ring + pos % RING * D + d, mask=old, other=0.0)
+        if READ_NEW:
+            fresh = (pos >= start) & (d < D)
+            at_new = new + (pos - start) * stride_t + d
+            x = tl.where(old, x, tl.load(at_new, mask=fresh, other=0.0))
+        tl.store(keys + (at * BLOCK + i) * C + d, x, mask=d < D)
+
+
+@triton.jit
 def pack_values(
     new, ring, words, params, at, block, start, stride_t,
     D: tl.constexpr, BITS: tl.constexpr, READ_NEW: tl.constexpr,

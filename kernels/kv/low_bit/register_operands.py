@@ -124,7 +124,7 @@ def prefetch(address, nbytes):
 @triton.jit
 def prefetch_tiles(
     k_words, k_params, v_words, v_params, table, slot, table_width, head, first, end,
-    G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
 ):  # fmt: skip
     """Ask the L2 for tiles first..end-1, at most 8: lane 8n + i asks for part n of tile i."""
     lane = tl.arange(0, 32)
@@ -134,16 +134,22 @@ def prefetch_tiles(
     block = tile // 2
     page = tl.load(table + slot * table_width + block, mask=live, other=0).to(tl.int64)
     at = page * G + head
-    TILE_BYTES: tl.constexpr = 8 * D * BITS
-    K_BYTES: tl.constexpr = 4 * D
-    word_at = (2 * at + tile % 2) * TILE_BYTES
+    PLAIN: tl.constexpr = KEY_BITS == 16  # keys as they are, without scales
+    ITEM: tl.constexpr = k_words.dtype.element_ty.primitive_bitwidth // 8
+    K_TILE: tl.constexpr = 64 * D * ITEM if PLAIN else 8 * D * KEY_BITS
+    V_TILE: tl.constexpr = 8 * D * VALUE_BITS
+    K_BYTES: tl.constexpr = 0 if PLAIN else 4 * D
+    number = 2 * at + tile % 2
     k_from = tl.where(
-        kind == 0, k_words.to(tl.int64) + word_at, k_params.to(tl.int64) + at * K_BYTES
+        kind == 0, k_words.to(tl.int64) + number * K_TILE, k_params.to(tl.int64) + at * K_BYTES
     )
-    v_from = tl.where(kind == 1, v_words.to(tl.int64) + word_at, v_params.to(tl.int64) + at * 512)
+    v_from = tl.where(
+        kind == 1, v_words.to(tl.int64) + number * V_TILE, v_params.to(tl.int64) + at * 512
+    )
     # a block's scales serve both tiles
     scales = (tile % 2 == 0) | (tile == first)
-    size = tl.where(kind < 2, TILE_BYTES, tl.where(scales, tl.where(kind == 2, K_BYTES, 512), 0))
+    codes = tl.where(kind == 0, K_TILE, V_TILE)
+    size = tl.where(kind < 2, codes, tl.where(scales, tl.where(kind == 2, K_BYTES, 512), 0))
     prefetch(tl.where(kind % 2 == 0, k_from, v_from), tl.where(live, size, 0))
 
 

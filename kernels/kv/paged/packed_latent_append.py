@@ -235,7 +235,7 @@ def append_latents(new_TD: Tensor, pages: PackedPages, step: PackedRows, fmt: KV
         **same | {"PADDED": padded, "TAIL": TAIL_TOKENS if pages.keeps_behind else 0},
         num_warps=8,
     )
-    pieces = triton.cdiv(fmt.block_words, int(WORDS))
+    pieces = triton.cdiv(fmt.key_words, int(WORDS))
     make_words[(most, 2 * pieces)](
         *(new_TD, *rings, layer.k_words_PGW, layer.v_words_PGW, *params, *asked),
         **same | {"PIECES": pieces},
@@ -247,7 +247,7 @@ def sizes_of(fmt: KVFormat, num_rows: int) -> dict[str, int | bool]:
     return {
         "D": fmt.head_dim,
         "C": fmt.channels,
-        "BITS": fmt.bits,
+        "BITS": fmt.key_bits,
         "ROWS": triton.next_power_of_2(num_rows),
     }
 

@@ -239,9 +239,10 @@ def _check(q_THD: Tensor, k_TGD: Tensor, pages: PackedPages, plan: PackedPlan) -
             f"queries, keys and rings must be [.., {want[0]}], [.., {want[1]}] and [.., {want[2]}] "
             f"of {ring.dtype}, got {[tuple(x) for x in got[:3]]} of {got[3]} and {got[4]}"
         )
-    words = pages.layer.k_words_PGW
-    if words.shape[1:] != (groups, plan.fmt.block_words):
+    layer, fmt = pages.layer, plan.fmt
+    held = (layer.k_words_PGW.shape[1:], layer.v_words_PGW.shape[1:])
+    if held != ((groups, fmt.key_words), (groups, fmt.value_words)):
         raise ValueError(
-            f"blocks must have [{groups}, {plan.fmt.block_words}] words of {plan.bits}-bit keys, "
-            f"got {list(words.shape[1:])}"
+            f"blocks of {fmt.precision.value} must have [{groups}, {fmt.key_words}] words of keys "
+            f"and [{groups}, {fmt.value_words}] of values, got {[list(x) for x in held]}"
         )

@@ -9,8 +9,8 @@
 
 A block that others may find keeps, in 16 bits, the TAIL tokens behind it: [blocks, G, TAIL, D].
 
-Bytes per packed block and head: 4 * 128 * D read, D * bits * 32 + scales written, and 8 * TAIL * D
-for what is behind; a row of one token writes 4 * D per head.
+Bytes per packed block and head: 4 * 128 * D read, 128 * D codes of either and scales written, and
+8 * TAIL * D for what is behind; a row of one token writes 4 * D per head.
 
 T tokens of a step.  R rows.  H query heads.  G key/value heads.  D head_dim.
 """
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.kv.low_bit.pack import pack_keys, pack_values
+from llmpq.kernels.kv.low_bit.pack import keep_keys, pack_keys, pack_values
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, RING_TOKENS
 
 BLOCK = tl.constexpr(BLOCK_TOKENS)
@@ -74,11 +74,15 @@ def _keep_behind(
 def _pack(
     k_new, v_new, k_ring, v_ring, k_words, k_params, v_words, v_params, k_behind, v_behind, at,
     block, start, stride,
-    D: tl.constexpr, BITS: tl.constexpr, BEHIND: tl.constexpr, READ_NEW: tl.constexpr,
+    D: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, BEHIND: tl.constexpr,
+    READ_NEW: tl.constexpr,
 ):  # fmt: skip
     """Pack a block of one head into page-and-head `at`."""
-    pack_keys(k_new, k_ring, k_words, k_params, at, block, start, stride, D, BITS, READ_NEW)
-    pack_values(v_new, v_ring, v_words, v_params, at, block, start, stride, D, BITS, READ_NEW)
+    if KEY_BITS == 16:
+        keep_keys(k_new, k_ring, k_words, at, block, start, stride, D, READ_NEW)
+    else:
+        pack_keys(k_new, k_ring, k_words, k_params, at, block, start, stride, D, KEY_BITS, READ_NEW)
+    pack_values(v_new, v_ring, v_words, v_params, at, block, start, stride, D, VALUE_BITS, READ_NEW)
     if BEHIND > 0:
         _keep_behind(k_new, k_ring, k_behind, at, block, start, stride, D, BEHIND, READ_NEW)
         _keep_behind(v_new, v_ring, v_behind, at, block, start, stride, D, BEHIND, READ_NEW)
@@ -88,8 +92,8 @@ def _pack(
 def append_packed(
     q_ptr, q_out, inv_freq, k_ptr, v_ptr, k_ring, v_ring, k_words, k_params, v_words, v_params,
     k_behind, v_behind, rows, table, factor, num_rows, columns, q_stride, kv_stride,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr, ROTARY: tl.constexpr, CHUNKS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, ROWS: tl.constexpr, ROTARY: tl.constexpr, CHUNKS: tl.constexpr,
     BEHIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of a row of one token, or (from program `num_rows` on) of a block to pack."""
@@ -130,7 +134,7 @@ def append_packed(
                     _pack(
                         k_ptr, v_ptr, k_ring + ring, v_ring + ring, k_words, k_params, v_words,
                         v_params, k_behind, v_behind, at, done - 1, start, kv_stride,
-                        D, BITS, BEHIND, False,
+                        D, KEY_BITS, VALUE_BITS, BEHIND, False,
                     )  # fmt: skip
                     if BEHIND > 0:  # the last of those behind it is the new one
                         last = (at * BEHIND + BEHIND - 1) * D + d
@@ -161,7 +165,7 @@ def append_packed(
             _pack(
                 k_ptr + new, v_ptr + new, k_ring + ring, v_ring + ring, k_words, k_params, v_words,
                 v_params, k_behind, v_behind, at, block, start, kv_stride,
-                D, BITS, BEHIND, True,
+                D, KEY_BITS, VALUE_BITS, BEHIND, True,
             )  # fmt: skip
 
 

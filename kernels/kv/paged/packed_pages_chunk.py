@@ -11,8 +11,8 @@ values come out of a word in an order of their own (kv_block.py): queries are lo
 output is put in order once, between the packed and the 16-bit keys. Queries of float32, and keys
 and values that are kept in it, are multiplied as such (float32_products.py).
 
-Cost: D * bits / 4 bytes of packed keys and values per token and tile, 4 D operations per query
-head, new token and key, 1.3 integer instructions per 4-bit element and tile.
+Cost: D * (KEY_BITS + VALUE_BITS) / 8 bytes of packed keys and values per token and tile, 4 D
+operations per query head, new token and key, 1.3 integer instructions per 4-bit element and tile.
 
 Channels: D of a head, C stored (padded to 32s), P in registers (to a power of two).
 R rows.  H query heads.  G key/value heads.  m r g t o h: see kv_block.py.
@@ -50,17 +50,22 @@ def _softmax_step(x, seen, m_i, l_i):
 def _packed_keys(
     q, k_words, k_params, v_words, v_params, own_table, head, first, blocks, line, position, slope,
     score_scale, cap, reach, m_i, l_i, acc,
-    G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, ALIBI: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr,
+    EMULATE: tl.constexpr,
 ):  # fmt: skip
     """Take packed blocks into the softmax of M queries, which have the keys' order of channels."""
     C: tl.constexpr = (D + 31) // 32 * 32
     P: tl.constexpr = triton.next_power_of_2(C)
-    VECS: tl.constexpr = P * BITS // 64
-    STORED: tl.constexpr = C * BITS // 64
-    UNIT: tl.constexpr = TWO_24 / 2 ** (8 - BITS)
+    K_VECS: tl.constexpr = P * KEY_BITS // 64
+    K_STORED: tl.constexpr = C * KEY_BITS // 64
+    V_VECS: tl.constexpr = P * VALUE_BITS // 64
+    V_STORED: tl.constexpr = C * VALUE_BITS // 64
+    PLAIN: tl.constexpr = KEY_BITS == 16
+    K_UNIT: tl.constexpr = 1.0 if PLAIN else TWO_24 / 2 ** (8 - KEY_BITS)
+    V_UNIT: tl.constexpr = TWO_24 / 2 ** (8 - VALUE_BITS)
     FLOAT32: tl.constexpr = q.dtype == tl.float32
-    channel = key_channels(D)
+    channel = key_channels(D, KEY_BITS)
     row = tl.arange(0, 64)
     m, r, g = row // 16, row // 8 % 2, row % 8
     token = 16 * m + 2 * g + r
@@ -69,22 +74,28 @@ def _packed_keys(
     z_i = tl.zeros_like(m_i)
     for block in tl.range(first, blocks, num_stages=STAGES):
         at = tl.load(own_table + block).to(tl.int64) * G + head
-        kp_at = k_params + at * (2 * C)
-        if D == P:
-            scale = tl.load(kp_at + channel).to(tl.float32)
-            zero = tl.load(kp_at + C + channel).to(tl.float32)
-        else:
-            scale = tl.load(kp_at + channel, mask=channel < D, other=0.0).to(tl.float32)
-            zero = tl.load(kp_at + C + channel, mask=channel < D, other=0.0).to(tl.float32)
-        q_scaled = q * scale[None, :]
-        q_zero = tl.sum(q * zero[None, :], 1)[:, None]
+        if not PLAIN:
+            kp_at = k_params + at * (2 * C)
+            if D == P:
+                scale = tl.load(kp_at + channel).to(tl.float32)
+                zero = tl.load(kp_at + C + channel).to(tl.float32)
+            else:
+                scale = tl.load(kp_at + channel, mask=channel < D, other=0.0).to(tl.float32)
+                zero = tl.load(kp_at + C + channel, mask=channel < D, other=0.0).to(tl.float32)
+            q_scaled = q * scale[None, :]
+            q_zero = tl.sum(q * zero[None, :], 1)[:, None]
         seen = (line > block * BLOCK)[:, None] & (row >= 0)[None, :]
         for half in tl.static_range(2):
-            tile_at = (2 * at + half) * (STORED * 128)
+            tile_at = 2 * at + half
             vp_at = v_params + at * (2 * BLOCK) + half * TILE + in_memory
-            k = words(k_words + tile_at, VECS, STORED)
-            k = tl.trans(unpack(k, 4, P // 16, BITS, 2, EMULATE, C < P))
-            x = (_by_codes(q_scaled, k, FLOAT32) * UNIT + q_zero) * score_scale
+            if PLAIN:
+                key_at = k_words + (tile_at * TILE + token[:, None]) * C + channel[None, :]
+                k = tl.load(key_at, mask=channel[None, :] < D, other=0.0)
+                x = _product(q, tl.trans(k), FLOAT32) * score_scale
+            else:
+                k = words(k_words + tile_at * (K_STORED * 128), K_VECS, K_STORED)
+                k = tl.trans(unpack(k, 4, P // 16, KEY_BITS, 2, EMULATE, C < P))
+                x = (_by_codes(q_scaled, k, FLOAT32) * K_UNIT + q_zero) * score_scale
             if CAPPED:
                 x = capped(x, cap)
             behind = position[:, None] - (token + half * TILE + block * BLOCK)[None, :]
@@ -94,22 +105,28 @@ def _packed_keys(
             p, alpha, m_i, l_i = _softmax_step(x, within, m_i, l_i)
             z_i = z_i * alpha + tl.sum(p * tl.load(vp_at + BLOCK).to(tl.float32)[None, :], 1)
             p *= tl.load(vp_at).to(tl.float32)[None, :]
-            v = unpack(words(v_words + tile_at, VECS, STORED), P // 16, 4, BITS, 2, EMULATE)
+            v = words(v_words + tile_at * (V_STORED * 128), V_VECS, V_STORED)
+            v = unpack(v, P // 16, 4, VALUE_BITS, 2, EMULATE)
             if FLOAT32:
                 acc = acc * alpha[:, None] + _by_codes(p, tl.trans(v), True)
             else:
                 acc = tl.dot(p.to(tl.float16), tl.trans(v), acc * alpha[:, None])
-    acc = acc * UNIT + z_i[:, None]
+    acc = acc * V_UNIT + z_i[:, None]
     acc = tl.permute(tl.reshape(acc, (acc.shape[0], P // 16, 2, 8)), (0, 3, 1, 2))
     return m_i, l_i, tl.reshape(acc, (acc.shape[0], P))
 
 
 @triton.jit
-def key_channels(D: tl.constexpr):
-    """The channels of keys in the order of registers [P], those without one from D on."""
+def key_channels(D: tl.constexpr, BITS: tl.constexpr):
+    """The channels of keys in the order of registers [P], those without one from D on.
+
+    Keys that stand as they are come channel by channel.
+    """
     C: tl.constexpr = (D + 31) // 32 * 32
     P: tl.constexpr = triton.next_power_of_2(C)
     c = tl.arange(0, P)
+    if BITS == 16:
+        return c
     own = (c // 16 * 2 + c // 8 % 2) * 2 + c % 2
     channel = c // 2 % 4 * (C // 4) + own
     return channel if C == P else tl.where(own < C // 4, channel, P)
@@ -173,10 +190,11 @@ def _product(a, b, FLOAT32: tl.constexpr):
 def chunk_packed(
     q_ptr, k_new, v_new, k_words, k_params, v_words, v_params, k_ring, v_ring, rows, table, slopes,
     sinks, out_ptr, score_scale, num_rows, columns, cap, window, kv_stride,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ALIBI: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, SINKS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr, EMULATE: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    EMULATE: tl.constexpr,
 ):  # fmt: skip
     """TILE new tokens of a row of several, times the query heads of one key/value head."""
     C: tl.constexpr = H // G
@@ -217,13 +235,13 @@ def chunk_packed(
             m_i = tl.load(sinks + head * C + m % C).to(tl.float32) * LOG2_E
             l_i += tl.exp2(P_SHIFT)
         acc = tl.zeros([M, P], tl.float32)
-        channel = key_channels(D)[None, :]
+        channel = key_channels(D, KEY_BITS)[None, :]
         q = tl.load(q_ptr + at + channel, mask=used[:, None] & (channel < D), other=0.0)
         since = tl.maximum(start + begin - window + 1, 0) if WINDOWED else 0
         m_i, l_i, acc = _packed_keys(
             q, k_words, k_params, v_words, v_params, table + slot * columns, head, since // BLOCK,
             packed_line(end - 1) // BLOCK, line, position, slope, score_scale, cap, reach, m_i,
-            l_i, acc, G, D, BITS, ALIBI, CAPPED, WINDOWED, STAGES, EMULATE,
+            l_i, acc, G, D, KEY_BITS, VALUE_BITS, ALIBI, CAPPED, WINDOWED, STAGES, EMULATE,
         )  # fmt: skip
         q = tl.load(q_ptr + at + d, mask=kept, other=0.0)
         l_i, acc = _newest_keys(

@@ -42,9 +42,10 @@ from llmpq.kernels.kv.paged.paged_attend import reach_of
 def _packed_part(
     q_ptr, k_words, k_params, v_words, v_params, table, slopes, begin, stop, slot, position, place,
     columns, head, first_col, score_scale, cap, window,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr, EMULATE: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, KW: tl.constexpr,
+    KW0: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """Steps begin..stop-1 of a row's packed tiles: output [R, P], log2-sum-exp [R].
 
@@ -54,7 +55,8 @@ def _packed_part(
     C: tl.constexpr = (D + 31) // 32 * 32
     P: tl.constexpr = triton.next_power_of_2(C)
     NC: tl.constexpr = P // 32
-    GAIN: tl.constexpr = 2 ** (8 - BITS)
+    K_UNIT: tl.constexpr = 1.0 if KEY_BITS == 16 else TWO_24 / 2 ** (8 - KEY_BITS)
+    V_UNIT: tl.constexpr = TWO_24 / 2 ** (8 - VALUE_BITS)
     # ---- queries by thread: column 8n + g, channels t*C/4 + 8c + j
     row = tl.arange(0, R * NC * 4)[:, None]
     own = row // 32 % NC * 8 + tl.arange(0, 8)[None, :]
@@ -66,10 +68,16 @@ def _packed_part(
     q_thread = tl.reshape(q_raw, (R // 8, NC, 32, 8))
     if q_thread.dtype != tl.float32:
         q_thread = q_thread.to(tl.float16)
-    q_plain = plain_queries(q_thread, P, R, KW0)
     cols = first_col + tl.arange(0, R)
+    if KEY_BITS == 16:
+        d = tl.arange(0, P)[:, None]
+        q_plain_at = q_ptr + ((place * H + head * GROUP + cols) * D)[None, :] + d
+        q_plain = tl.load(q_plain_at, mask=(cols < GROUP)[None, :] & (d < D), other=0.0)
+        q_plain = q_plain.to(q_thread.dtype)
+    else:
+        q_plain = plain_queries(q_thread, P, R, KW0)
     q_pos = position + cols * 0
-    unit = score_scale * (TWO_24 / GAIN)
+    unit = score_scale * K_UNIT
     slope = 0
     if ALIBI:
         slope = tl.load(slopes + head * GROUP + cols, mask=cols < GROUP, other=0.0)
@@ -78,11 +86,11 @@ def _packed_part(
         begin, stop, tl.full([R], LOWEST, tl.float32), tl.zeros([8, R], tl.float32),
         tl.zeros([8, R], tl.float32), tl.zeros([P, R], tl.float32), k_words, k_params, v_words,
         v_params, table, slot, columns, head, q_plain, q_thread, q_pos, slope, unit, cap, window,
-        G, P, BITS, R, ALIBI, CAPPED, WINDOWED, TILES, STAGES, KW, KW0, EMULATE, C,
+        G, P, KEY_BITS, VALUE_BITS, R, ALIBI, CAPPED, WINDOWED, TILES, STAGES, KW, KW0, EMULATE, C,
     )  # fmt: skip
     l_i = tl.sum(l_g, 0)
     norm = 1.0 / tl.maximum(l_i, 1e-30)
-    out = (acc * (TWO_24 / GAIN) + tl.sum(z_g, 0)[None, :]) * norm[None, :]
+    out = (acc * V_UNIT + tl.sum(z_g, 0)[None, :]) * norm[None, :]
     top = m_i * score_unit(unit, CAPPED) - P_SHIFT
     lse = tl.where(l_i > 0, top + tl.log2(tl.maximum(l_i, 1e-30)), MASKED)
     return tl.permute(tl.reshape(out, (P // 16, 2, 8, R)), (3, 2, 0, 1)).reshape(R, P), lse
@@ -102,10 +110,11 @@ def value_channels(D: tl.constexpr):
 def decode_packed(
     q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, rows, work_split, table, slopes,
     part_ptr, lse_ptr, score_scale, num_rows, columns, cap, window,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
-    PROGRAMS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
-    KW: tl.constexpr, KW0: tl.constexpr, PDL: tl.constexpr, EMULATE: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, R: tl.constexpr, PROGRAMS: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr,
+    PDL: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """What a program's entries say of the rows' packed tiles and rings, of one key/value head."""
     C: tl.constexpr = H // G
@@ -135,7 +144,7 @@ def decode_packed(
                 prefetch_tiles(
                     k_words, k_params, v_words, v_params, table, slot, columns, head,
                     begin * TILES, tl.minimum(begin * TILES + AHEAD, stop * TILES),
-                    G, (D + 31) // 32 * 32, BITS,
+                    G, (D + 31) // 32 * 32, KEY_BITS, VALUE_BITS,
                 )  # fmt: skip
             if (AHEAD > 0) & (ring_row <= ring_last):
                 ring_at = (ring_slot * G + head) * (RING * D)
@@ -155,7 +164,8 @@ def decode_packed(
                     q_ptr, k_words, k_params, v_words, v_params, table, slopes,
                     tl.maximum(begin, seen), stop, slot, position, place, columns, head, first_col,
                     score_scale, cap, reach,
-                    H, G, D, BITS, R, TILES, STAGES, ALIBI, CAPPED, WINDOWED, KW, KW0, EMULATE,
+                    H, G, D, KEY_BITS, VALUE_BITS, R, TILES, STAGES, ALIBI, CAPPED, WINDOWED, KW,
+                    KW0, EMULATE,
                 )  # fmt: skip
                 to = (part.to(tl.int64) * (G * CHUNKS) + head_part) * R
                 tl.store(lse_ptr + to + c, lse, mask=used)

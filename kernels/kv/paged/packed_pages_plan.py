@@ -43,8 +43,9 @@ FEW_PARTS = 16
 RING_PARTS = 5
 """Parts of a row's 16-bit ring at most."""
 MANY_ROWS_LOOP = {8: (1, 2)}
-"""Tiles a step and stages, by bits, of steps of many rows: twice the programs of LOOP_SHAPE's, each
-with fewer copies in flight (H200, 96 rows of 9,000 tokens: 442 us instead of 519)."""
+"""Tiles a step and stages, by bits of keys, of steps of many rows: twice the programs of
+LOOP_SHAPE's, each with fewer copies in flight (H200, 96 rows of 9,000 tokens: 442 us instead of
+519)."""
 MANY_PARTS = 64
 """Rows times key/value heads from which a step has many rows."""
 DECODE_SCORES = ("ALIBI", "CAPPED", "WINDOWED", "CHUNKED")
@@ -58,7 +59,8 @@ class PackedPlan:
     heads: int
     kv_heads: int
     head_dim: int
-    bits: int
+    precision: KVPrecision
+    """Bits of keys and of values in blocks."""
     item: int
     """Bytes of an element of queries and rings."""
     columns: int
@@ -89,23 +91,24 @@ class PackedPlan:
 
         def loop(tiles: int, stages: int) -> tuple[int, int, int]:
             resident = programs_per_sm(
-                *(fmt.bits, fmt.register_channels, columns, tiles, stages),
+                *(fmt.precision, fmt.register_channels, dtype.itemsize, columns, tiles, stages),
                 shared=shared_memory(device)[1],
             )
             return tiles, stages, max(1, resident * multiprocessors(device) // head_parts)
 
-        tiles, stages, programs = loop(*LOOP_SHAPE[fmt.bits])
+        tiles, stages, programs = loop(*LOOP_SHAPE[fmt.key_bits])
+        many = MANY_ROWS_LOOP.get(fmt.key_bits)
         return cls(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=fmt.head_dim,
-            bits=fmt.bits,
+            precision=fmt.precision,
             item=dtype.itemsize,
             columns=columns,
             tiles=tiles,
             stages=stages,
             programs=programs,
-            many_rows=loop(*MANY_ROWS_LOOP[fmt.bits]) if fmt.bits in MANY_ROWS_LOOP else None,
+            many_rows=None if many is None else loop(*many),
         )
 
     def for_rows(self, rows: int) -> PackedPlan:
@@ -118,7 +121,7 @@ class PackedPlan:
     @property
     def fmt(self) -> KVFormat:
         """The format of blocks."""
-        return pool_format(KVPrecision(f"kv{self.bits}"), self.head_dim)
+        return pool_format(self.precision, self.head_dim)
 
     @property
     def register_channels(self) -> int:
@@ -209,8 +212,8 @@ class PackedPlan:
         del options["ROWS"]
         return (
             options
+            | self._bits
             | {
-                "BITS": self.bits,
                 "R": self.columns,
                 "PROGRAMS": self.programs,
                 "TILES": self.tiles,
@@ -243,8 +246,8 @@ class PackedPlan:
         """Return the constants of `chunk_packed` for steps of so many rows."""
         return (
             self._options(rows, pdl=pdl)
+            | self._bits
             | {
-                "BITS": self.bits,
                 "M": self.chunk_rows,
                 "N": CHUNK_KEYS if self.register_channels <= 128 else CHUNK_KEYS // 2,
                 "TILE": self.tile_queries,
@@ -258,7 +261,7 @@ class PackedPlan:
         self, rows: int, *, rotary: bool, chunks: bool, behind: bool, pdl: bool
     ) -> dict[str, int | bool]:
         """Return the constants of `append_packed` for steps of so many rows."""
-        options = self._options(rows, pdl=pdl) | {"BITS": self.bits}
+        options = self._options(rows, pdl=pdl) | self._bits
         own = {"ROTARY": rotary, "CHUNKS": chunks, "BEHIND": TAIL_TOKENS if behind else 0}
         return options | own | {"num_warps": 8}
 
@@ -267,6 +270,10 @@ class PackedPlan:
         return {
             "G": self.kv_heads, "D": self.head_dim, "TOKENS": RING_STEP, "PDL": pdl, "num_warps": 4
         }  # fmt: skip
+
+    @property
+    def _bits(self) -> dict[str, int]:
+        return {"KEY_BITS": self.precision.key_bits, "VALUE_BITS": self.precision.value_bits}
 
     def _options(self, rows: int, *, pdl: bool) -> dict[str, int | bool]:
         return {

@@ -12,19 +12,21 @@ from llmpq.kernels.formats.kv_block import (
     unpack_keys,
     unpack_values,
 )
+from llmpq.kernels.kv.reference import pack_block, unpack_key_block, unpack_value_block
 from llmpq.kernels.kv.storage import allocate_layer
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import (
     BLOCK_TOKENS,
     HOLDBACK_TOKENS,
     RING_TOKENS,
+    block_bytes,
     kv_cache_bytes,
     packed_blocks,
     packed_end,
 )
 
 pytestmark = pytest.mark.cpu
-LOW_BIT = [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2]
+LOW_BIT = [kv for kv in KVPrecision if kv is not KVPrecision.KV16]
 
 
 def test_the_newest_tokens_are_never_packed_and_the_ring_holds_the_rest():
@@ -53,6 +55,39 @@ def test_allocated_bytes_are_the_planners(kv, head_dim):
             device="cpu",
         )
         assert layer.nbytes == want
+
+
+def test_a_token_takes_the_bytes_of_keys_and_of_values():
+    """Llama-3.1-8B's layer, by hand: 8 heads of 128; a token's share of a block of 128."""
+    shape = {"kv_heads": 8, "head_dim": 128, "dtype_bytes": 2}
+    scales = 8 * (4 * 128 + 4 * 128)
+    for kv, keys, values in (("kv8v4", 128, 64), ("kv4v2", 64, 32), ("kv8v2", 128, 32)):
+        want = 8 * 128 * (keys + values) + scales
+        assert block_bytes(KVPrecision(kv), **shape) == want
+    whole = 8 * 128 * (256 + 128) + scales // 2  # keys as they are have no scales
+    assert block_bytes(KVPrecision.KV16V8, **shape) == whole
+
+
+@pytest.mark.parametrize("kv", ["kv8v4", "kv4v2", "kv16v4"])
+def test_keys_and_values_are_rounded_to_their_own_bits(kv):
+    fmt = KVFormat(precision=KVPrecision(kv), head_dim=40)
+    k, v = torch.randn(2, 1, 2, 128, 40, generator=torch.Generator().manual_seed(0))
+    layer = allocate_layer(fmt, pages=1, slots=1, kv_heads=2, dtype=torch.float32, device="cpu")
+    pools = (layer.k_words_PGW, layer.k_params_PG, layer.v_words_PGW, layer.v_params_PG)
+    for pool, block in zip(pools, pack_block(fmt, k, v), strict=True):
+        assert pool.shape == block.shape and pool.dtype == block.dtype
+        pool.copy_(block)
+    page = torch.tensor([0])
+    for unpack, x, bits, dim in (
+        (unpack_key_block, k, fmt.key_bits, -2), (unpack_value_block, v, fmt.value_bits, -1)
+    ):  # fmt: skip
+        got = unpack(fmt, layer, page, torch.float64)
+        if bits == 16:
+            assert torch.equal(got.float(), x)
+            continue
+        step = (x.amax(dim, keepdim=True) - x.amin(dim, keepdim=True)) / (2**bits - 1)
+        off = (got - x).abs() / step
+        assert off.max() < 0.51 and off.mean() > 0.2
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

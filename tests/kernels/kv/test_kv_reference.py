@@ -81,8 +81,7 @@ class Bench:
 
 def formats(head_dim=32):
     return [
-        KVFormat(precision=p, head_dim=head_dim)
-        for p in (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2)
+        KVFormat(precision=p, head_dim=head_dim) for p in KVPrecision if p is not KVPrecision.KV16
     ]
 
 

@@ -258,6 +258,36 @@ def test_bits_that_no_device_runs_are_not_planned_beside_16(
     assert kvs == ["kv16", "kv8"]
 
 
+def test_keys_and_values_of_different_bits_lie_between(
+    fits: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8-bit keys and 4-bit values: the mean of the bytes and of the guessed loss of kv8 and kv4."""
+    words = "--devices 4090 --model qwen3-8b --batch 8 --context 16k --bits 4 --kv"
+    found = {}
+    for kv in ("8", "8v4", "4"):
+        code, report, _ = fits(f"{words} {kv}")
+        assert code == 0 and {row["kv"] for row in report["forms"]} == {f"kv{kv}"}
+        assert main([*f"{words} {kv} --gen-len 100 --json".split()]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["workload"]["kv"] == f"kv{kv}"
+        held = sum(stage["memory"]["kv_bytes"] for stage in plan["stages"])
+        found[kv] = (held, plan["predicted"]["sum_omega"])
+    for eight, mixed, four in zip(found["8"], found["8v4"], found["4"], strict=True):
+        assert mixed == pytest.approx((eight + four) / 2)
+
+
+def test_latents_have_one_number_of_bits(fits: Any) -> None:
+    """Beside 16 bits those that do not run are left out; alone they are as asked, with why not."""
+    job = "--devices h200 --model deepseek-v2-lite --bits 4 --kv"
+    _, report, _ = fits(f"{job} 16,8,8v4")
+    assert {row["kv"] for row in report["forms"]} == {"kv16", "kv8"}
+    (note,) = [note for note in report["notes"] if note.startswith("no plan has a KV cache of ")]
+    assert "of 8-bit keys and 4-bit values: deepseek-v2-lite" in note
+    assert "has latents that are key and value at once, which" in note
+    _, report, _ = fits(f"{job} 8v4")
+    assert any("at once, which llmpq does not run with keys and v" in n for n in report["notes"])
+
+
 def test_a_cache_of_fewer_bits_that_holds_fewer_tokens_is_explained(fits: Any) -> None:
     _, windows, _ = fits("--devices 4090 --model gpt-oss-20b --batch 8 --context 16k")
     assert any("layers with a window keep all tokens" in note for note in windows["notes"])

@@ -148,6 +148,17 @@ def test_a_quantised_file_names_the_type_of_every_layer() -> None:
     assert "--flash-attn on --cache-type-k q8_0 --cache-type-v q8_0" in text
 
 
+@pytest.mark.parametrize(
+    ("kv", "keys", "values"),
+    [("kv8v4", "q8_0", "q4_0"), ("kv16v8", "f16", "q8_0"), ("kv4v2", "q4_0", "q4_0")],
+)
+def test_keys_and_values_have_types_of_their_own(kv: str, keys: str, values: str) -> None:
+    exported = llamacpp(_plan(("RTX-4090", 36), kv=kv), SPEC)
+    assert f"--flash-attn on --cache-type-k {keys} --cache-type-v {values}" in exported.text
+    said = [line for line in exported.not_expressed if line.startswith("KV cache of ")]
+    assert bool(said) == kv.endswith("2") and all("closest to 2 bits is q4_0" in x for x in said)
+
+
 def test_a_plan_of_a_gguf_file_serves_that_file(tmp_path: Path) -> None:
     """From any of its parts, or its folder; nothing is converted."""
     gguf = pytest.importorskip("gguf")

@@ -411,6 +411,12 @@ def test_a_feature_beyond_every_request_changes_nothing() -> None:
 
 @pytest.mark.parametrize("model", ["gemma-2-9b", "gpt-oss-20b", "mistral-7b", "deepseek-v3"])
 def test_packed_caches_and_drafts_on_gpus_know_every_rule(model: str) -> None:
+    apart = execution_modes(gpu=True, kv=KVPrecision.KV8V4, drafts=True)
+    if model == "deepseek-v3":
+        with pytest.raises(ValueError, match="latents that are key .* for both, such as --kv 8"):
+            require(ModelSpec.by_name(model), apart, max_len=32768)
+    else:
+        require(ModelSpec.by_name(model), apart, max_len=32768)
     ways = execution_modes(gpu=True, kv=KVPrecision.KV2, drafts=True, precisions=[Precision.W4A16])
     require(ModelSpec.by_name(model), ways, max_len=32768)
 
@@ -420,6 +426,7 @@ def test_packed_caches_and_drafts_on_gpus_know_every_rule(model: str) -> None:
     [
         ("deepseek-v3", "gpu_rounded"),
         ("gpt-oss-20b", "gpu_rounded"),
+        ("deepseek-v2-lite", "apart_kv"),
     ],
 )
 def test_every_way_is_refused_by_feature(model: str, way: Any) -> None:

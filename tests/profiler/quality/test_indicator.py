@@ -19,7 +19,7 @@ from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision, WeightScheme
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.quality import output_error
 from llmpq.profiler.quality.hessian import HessianSum, squared_error
-from llmpq.profiler.quality.kv_variance import kv_omega, range_square
+from llmpq.profiler.quality.kv_variance import kv_omega, kv_ranges
 from llmpq.profiler.quality.observation import cut_windows, observe
 from llmpq.profiler.quality.omega import HessianObserver, VarianceObserver, random_tables
 from llmpq.profiler.quality.variance import InputStats, Rounding, activation_omega, weight_omega
@@ -128,10 +128,15 @@ def test_kv_variance_by_hand() -> None:
     v_TGD = torch.tensor([[0.0, 6.0], [1.0, 1.0], [3.0, 0.0]]).view(3, 1, 2)
     # Keys: one channel, step 3 / 3 = 1. Values: steps 2, 0, 1 a token, two channels each.
     by_hand = (1.0 + 2 * (4.0 + 0.0 + 1.0) / 3) / 4
-    square = range_square(k_TGD, v_TGD)
-    assert kv_omega(square, KVPrecision.KV2, "deterministic") == pytest.approx(by_hand)
-    assert kv_omega(square, KVPrecision.KV2, "stochastic") == pytest.approx(by_hand * 4 / 6)
-    assert kv_omega(square, KVPrecision.KV16, "deterministic") == 0
+    ranges = kv_ranges(k_TGD, v_TGD)
+    assert kv_omega(ranges, KVPrecision.KV2, "deterministic") == pytest.approx(by_hand)
+    assert kv_omega(ranges, KVPrecision.KV2, "stochastic") == pytest.approx(by_hand * 4 / 6)
+    assert kv_omega(ranges, KVPrecision.KV16, "deterministic") == 0
+    # Keys at 4 bits have steps of 3 / 15, values at 2 bits those above; keys as they are add none.
+    values = 2 * (4.0 + 0.0 + 1.0) / 3
+    apart = (0.2**2 + values) / 4
+    assert kv_omega(ranges, KVPrecision.KV4V2, "deterministic") == pytest.approx(apart)
+    assert kv_omega(ranges, KVPrecision.KV16V2, "deterministic") == pytest.approx(values / 4)
 
 
 def test_top_eigenvalue_and_weight_error(layer: tuple[Tensor, Tensor]) -> None:

@@ -133,3 +133,11 @@ def test_a_tokenizer_of_another_model_is_named(
     words = [str(model), str(tmp_path / "out"), "--scheme", "w4a16", "--text", str(TEXT)]
     assert quantize_main(words) == 2
     assert "config.json says 100 tokens: the two do not belong together" in capsys.readouterr().err
+
+
+def test_a_directory_names_one_number_of_kv_bits(
+    demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(demo_model), str(tmp_path / "out"), "--scheme", "w4a16", "--text", str(TEXT)]
+    assert quantize_main([*words, "--kv-cache-dtype", "8v4"]) == 2
+    assert "config.json names one number of bits for keys and values" in capsys.readouterr().err

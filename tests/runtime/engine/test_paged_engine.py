@@ -33,6 +33,7 @@ from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
 KINDS = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")
+P = KVPrecision
 POOL = PoolSize(num_blocks=12, slots=4, max_len=1000)
 
 
@@ -152,7 +153,7 @@ def packed_greedy(pipeline: ReferencePipeline, kv: KVPrecision, prompt, max_new:
     return tokens
 
 
-@pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2])
+@pytest.mark.parametrize("kv", [P.KV8, P.KV4, P.KV2, P.KV8V4, P.KV16V2], ids=lambda kv: kv.value)
 def test_packed_caches_equal_their_unpaged_twin_under_every_schedule(
     tiny_models, random_prompts, make_plan, kv, seeds
 ):

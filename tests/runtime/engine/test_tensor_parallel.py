@@ -110,7 +110,7 @@ def planned(
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("kv", ["kv16", "kv8", "kv4"])
+@pytest.mark.parametrize("kv", ["kv16", "kv8", "kv8v4", "kv4", "kv16v4"])
 @pytest.mark.parametrize("bits", ["w16a16", "w8a16", "w4a16", "w3a16"])
 def test_precisions_give_the_tokens_of_one_device(wide_model, random_prompts, bits, kv):
     """Groups of inputs stay whole, so devices hold the codes that one device holds."""

@@ -305,6 +305,8 @@ LOW_BIT_STEPS = {
         (KVPrecision.KV4, "float32"),
         (KVPrecision.KV4, "bfloat16"),
         (KVPrecision.KV2, "bfloat16"),
+        (KVPrecision.KV8V2, "bfloat16"),
+        (KVPrecision.KV16V4, "bfloat16"),
     ],
 )
 @pytest.mark.parametrize("name", ATTENTION)

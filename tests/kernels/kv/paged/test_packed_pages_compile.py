@@ -42,6 +42,10 @@ MODELS = [
     (P.KV4, 32, 32, 80, torch.float16),
     (P.KV8, 32, 32, 96, torch.bfloat16),
     (P.KV2, 8, 2, 192, torch.float32),
+    (P.KV8V4, 32, 8, 128, torch.bfloat16),
+    (P.KV4V2, 32, 32, 80, torch.float16),
+    (P.KV16V4, 32, 8, 128, torch.bfloat16),
+    (P.KV16V8, 8, 4, 256, torch.float32),
 ]
 RULED_MODELS = [(P.KV4, 64, 8, 64, torch.bfloat16), (P.KV8, 16, 8, 256, torch.bfloat16)]
 RULED = Scores(capped=True, windowed=True, chunked=True, sinks=True)
@@ -57,12 +61,14 @@ DECODE, CHUNK = "decode", "chunk"
 CASES = [
     (MODELS[0], 89, DECODE), (MODELS[1], 120, CHUNK), (MODELS[2], 100, DECODE),
     (MODELS[3], 86, DECODE), (MODELS[4], 120, CHUNK), (MODELS[6], 86, CHUNK),
-    (MODELS[7], 86, DECODE), (MODELS[8], 90, CHUNK),
+    (MODELS[7], 86, DECODE), (MODELS[8], 90, CHUNK), (MODELS[10], 90, DECODE),
+    (MODELS[12], 90, DECODE), (MODELS[13], 86, CHUNK),
 ]  # fmt: skip
 """In `make test` where memory is least, of a model the kernel that needs more or its turn."""
 PLACES = [(model, 86) for model in MODELS]
 PLACES += [(MODELS[0], arch) for arch in (80, 89, 90, 100, CONSUMER_BLACKWELL)]
 PLACES += [(MODELS[1], CONSUMER_BLACKWELL), (MODELS[2], 100), (MODELS[4], CONSUMER_BLACKWELL)]
+PLACES += [(model, arch) for model in MODELS[10:] for arch in (80, 89, 100, CONSUMER_BLACKWELL)]
 PLACES += [(model, 90) for model in MODELS[1:]]
 MORE = [(*place, kernel) for place in PLACES for kernel in (DECODE, CHUNK)]
 CASES += [seldom(*case) for case in MORE if case not in CASES]
@@ -80,8 +86,9 @@ RULED_CASES += [
 def compiled(kernel, arch, constants, element, **options):
     constants = dict(constants)
     options["num_warps"] = constants.pop("num_warps")
+    kinds = KINDS | ({"k_words": f"*{element}"} if constants.get("KEY_BITS") == 16 else {})
     arguments = {
-        name: KINDS.get(name, f"*{element}") for name in kernel.arg_names if name not in constants
+        name: kinds.get(name, f"*{element}") for name in kernel.arg_names if name not in constants
     }
     aligned = tuple(name for name in arguments if name not in LOOSE)
     made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
@@ -129,8 +136,9 @@ def test_attention_with_rules_fits(model, arch, kernel):
 @pytest.mark.thin
 @pytest.mark.parametrize("arch", ALL)
 @pytest.mark.parametrize("chunks", [False, True])
-def test_appending_compiles(arch, chunks):
-    plan, pdl = plan_of(*MODELS[0]), arch >= 90
+@pytest.mark.parametrize("model", [MODELS[0], MODELS[10], MODELS[12]], ids=lambda m: m[0].value)
+def test_appending_compiles(arch, chunks, model):
+    plan, pdl = plan_of(*model), arch >= 90
     options = plan.append_options(33, rotary=not chunks, chunks=chunks, behind=True, pdl=pdl)
     assert compiled(append_packed, arch, {**options, "HALF": 64}, "bf16")
 

@@ -26,7 +26,7 @@ STEPS = (
 )
 
 
-@pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2])
+@pytest.mark.parametrize("kv", [kv for kv in KVPrecision if kv is not KVPrecision.KV16])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads,groups,dim", SHAPES)
 def test_chunks_and_decoding_rows(kv, dtype, heads, groups, dim):

@@ -150,7 +150,7 @@ def singles(step):
     return [(row[0], row[3]) for row in rows if row[0] >= 0 and row[2] == 1]
 
 
-KVS = [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2]
+KVS = [kv for kv in KVPrecision if kv is not KVPrecision.KV16]
 
 
 @pytest.mark.thin
@@ -190,6 +190,13 @@ SIZES = [
     (192, KVPrecision.KV8, "decode", 4, torch.float32, {}),
     (20, KVPrecision.KV4, "mixed", 2, torch.float16, {}),
     (250, KVPrecision.KV2, "decode", 1, torch.float16, {}),
+    (80, KVPrecision.KV8V4, "mixed", 4, torch.float16, {"rotary": 16}),
+    (96, KVPrecision.KV4V2, "decode", 1, torch.float32, {"alibi": True}),
+    (128, KVPrecision.KV8V2, "mixed", 1, torch.float16, {"rule": ScoreRule(window=150, cap=1.0)}),
+    (72, KVPrecision.KV16V8, "mixed", 4, torch.float16, {"rotary": 36}),
+    (112, KVPrecision.KV16V4, "mixed", 1, torch.float32, {"rule": ScoreRule(window=100)}),
+    (32, KVPrecision.KV16V2, "mixed", 4, torch.float16, {"rule": ScoreRule(cap=1.0)}),
+    (64, KVPrecision.KV16V4, "decode", 12, torch.float32, {"alibi": True}),
 ]
 
 
@@ -291,5 +298,6 @@ def test_what_does_not_fit_is_refused():
         attend_packed_pages(new, new, new, pages, step, plan, scale=1.0)
     q = torch.zeros(4, 4, 32, dtype=torch.float16)
     other = pool(KVFormat(precision=KVPrecision.KV8, head_dim=32), 2, torch.float16)
-    with pytest.raises(ValueError, match="words of 4-bit keys"):
-        attend_packed_pages(q, new, new, other, step, plan, scale=1.0)
+    for wrong in (other, pool(pool_format(KVPrecision.KV4V2, 32), 2, torch.float16)):
+        with pytest.raises(ValueError, match="blocks of kv4 must have"):
+            attend_packed_pages(q, new, new, wrong, step, plan, scale=1.0)

@@ -45,7 +45,7 @@ def test_a_job_known_beforehand_has_the_pool_that_its_plan_states():
     assert stated.limits.num_blocks == pool.num_blocks
 
 
-@pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2])
+@pytest.mark.parametrize("kv", [kv for kv in KVPrecision if kv is not KVPrecision.KV16])
 def test_packed_precisions_have_a_pool_that_counts_what_is_ever_packed(kv):
     pool = pool_plan(kv, offline=False)
     assert pool.limits.kv is kv
@@ -70,6 +70,9 @@ def test_packed_blocks_take_heads_of_any_size():
     completed(KVPrecision.KV8)
     completed(speculate="kv4", gamma=2)
     completed(KVPrecision.KV4, "llama-3.1-8b", "float32")
+    completed(KVPrecision.KV8V4, "llama-3.1-8b")
+    with pytest.raises(ValueError, match="has latents that are key and value at once, which"):
+        completed(KVPrecision.KV8V4, "deepseek-v2-lite")
 
 
 def test_packed_blocks_that_no_kernel_reads_are_refused():
