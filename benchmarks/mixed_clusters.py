@@ -6,10 +6,12 @@
 Costs of A100, H100, H200 and L40S are AIConfigurator's tables (pip download --no-deps
 aiconfigurator-core), other cards' the roofline. Jobs: 1, 16 or 256 requests of 512 + 128 tokens for
 most tokens/s, or the first 100 requests of a trace for the highest rate within limits; at a loss of
-0, 0.1 or 1 at most. Beside `llmpq-algo`'s answer stand, valued by the same model, of traces by the
-simulator: the best card, an engine on every card, one pipeline by the whole search of one, the best
-even tensor parallel, and water-filling (layers in proportion to cards' rates, as far as they have
-room, one precision, the best micro-batches).
+0, 0.1 or 1 at most. Mooncake's requests have up to 121,213 tokens: for it Qwen models have 131,072
+positions (YaRN, as their cards say), and Qwen3-30B-A3B stands for Mixtral, which has 32,768. Beside
+`llmpq-algo`'s answer stand, valued by the same model, of traces by the simulator: the best card, an
+engine on every card, one pipeline by the whole search of one, the best even tensor parallel, and
+water-filling (layers in proportion to cards' rates, as far as they have room, one precision, the
+best micro-batches).
 
 Rows of `results/mixed_clusters.jsonl`: value = the best of these over the answer, in tokens/s or
 requests/s: above 1 the answer was beaten. A job that has its row at this commit is not run again.
@@ -34,6 +36,7 @@ from lib.rows import RESULTS, commit, write_row
 
 from llmpq.cost_model import CostModel
 from llmpq.errors import DoesNotFitError
+from llmpq.model_spec import builtin_configs
 from llmpq.planner.answer import answer, checked_plan
 from llmpq.planner.baselines.uniform import by_precision
 from llmpq.planner.cli.show_plan import best_answer, read_job
@@ -68,6 +71,10 @@ LIMITS = {
 }
 """Seconds of the first token and of each further one."""
 REQUESTS = 100
+LONG_TRACE, LONG = "mooncake_conversation", 131_072
+"""The trace of long requests, and positions that hold them."""
+INSTEAD = {"mixtral-8x7b": "qwen3-30b-a3b"}
+"""Of models that cannot be given so many positions."""
 CLUSTERS: tuple[tuple[str, str], ...] = (
     ("4090, 3060", "llama-3.1-8b"),
     ("3090:2, 3060", "qwen3-14b"),
@@ -109,15 +116,17 @@ class MixedCase:
 
     number: int
     job: str
+    model: str
+    """A name, or a directory of a config with more positions."""
     costs: str | None
     cluster: str
 
     @property
     def request(self) -> PlanRequest:
         """What `llmpq-algo` is asked."""
-        cards, model = CLUSTERS[self.number]
+        cards, _ = CLUSTERS[self.number]
         common: dict[str, Any] = {
-            "model": model,
+            "model": self.model,
             "cluster": self.cluster,
             "costs": self.costs,
             "dtype": dtype_of(cards),
@@ -179,6 +188,26 @@ def write_costs(cards: str, model: str, wheel: Path, path: Path) -> bool:
     if found:
         found[0].save_json(path)
     return bool(found)
+
+
+def model_of(model: str, job: str, folder: Path) -> str:
+    """Return the model that a job is of: one of as many positions as its requests need."""
+    config = dict(builtin_configs()[model])
+    if job != LONG_TRACE or config["max_position_embeddings"] >= LONG:
+        return model
+    name = INSTEAD.get(model, model)
+    path = folder / f"{name}-{LONG}"
+    path.mkdir(exist_ok=True)
+    config = dict(builtin_configs()[name])
+    own = 32_768  # YaRN's, of the cards of Qwen2.5 and Qwen3
+    config["rope_scaling"] = {
+        "rope_type": "yarn",
+        "factor": LONG / own,
+        "original_max_position_embeddings": own,
+    }
+    config["max_position_embeddings"] = LONG
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
 
 
 def water_filled(p: Problem, options: SolveOptions) -> tuple[Problem, Assignment] | None:
@@ -385,7 +414,7 @@ def cpu_seconds() -> float:
 
 def run(case: MixedCase) -> None:
     """Compare one job and write its row."""
-    cards, model = CLUSTERS[case.number]
+    cards, model = CLUSTERS[case.number][0], Path(case.model).name
     batch = case.job in BATCHES
     try:
         found = of_batch(case) if batch else of_trace(case)
@@ -447,15 +476,18 @@ def main() -> None:
             jobs = [job for job in args.jobs.split(",") if (number, job) not in known]
             if not jobs:
                 continue
-            cards, model = CLUSTERS[number]
-            cluster, costs = Path(folder) / f"{number}.yaml", Path(folder) / f"{number}.json"
+            cards, usual = CLUSTERS[number]
+            cluster = Path(folder) / f"{number}.yaml"
             write_cluster(cards, cluster)
-            measured = write_costs(cards, model, args.wheel, costs)
             for job in jobs:
+                model = model_of(usual, job, Path(folder))
+                costs = Path(folder) / f"{number}-{Path(model).name}.json"
+                measured = costs.exists() or write_costs(cards, model, args.wheel, costs)
                 run(
                     MixedCase(
                         number=number,
                         job=job,
+                        model=model,
                         costs=str(costs) if measured else None,
                         cluster=str(cluster),
                     )

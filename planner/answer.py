@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan, Predicted, Prefer, SolverReport
 from llmpq.planner import limits
-from llmpq.planner.check.verify import MOST_WAVES
 from llmpq.planner.evaluate.objective import job_time, value
 from llmpq.planner.front.preference import TOLERANCE, WEIGHTS
+from llmpq.planner.limits import MOST_WAVES
 from llmpq.planner.problem.make_problem import kvs_to_plan, stated_theta
 from llmpq.planner.problem.outcome import OPTIMAL_GAP, Outcome, Unfinished
 from llmpq.planner.problem.problem import Problem

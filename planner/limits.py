@@ -15,6 +15,8 @@ MAX_BATCH = 10_000
 IN_FLIGHT = "; it counts the requests in flight, and a plan runs any number of them"
 MAX_TOKENS = 1 << 20
 """Tokens of a prompt, or to generate: a decode time is a mean over as many steps."""
+MOST_WAVES = 4
+"""Waves in which an engine of a plan may run its rows, one after the other."""
 MAX_DEVICES = 1_000
 """Devices of one name."""
 MAX_THETA = 1e15

@@ -20,6 +20,7 @@ from llmpq.planner.solving.worker import (
     certificate_in_child,
     engine_proofs_in_child,
 )
+from llmpq.topology import read_plan
 
 if TYPE_CHECKING:
     from llmpq.planner.problem.problem import Problem
@@ -101,6 +102,11 @@ def verify_file(request: VerifyRequest) -> None:
     path = Path(request.certificate or certificate_path(request.plan))
     plan: Any = read_json(request.plan)
     if not path.exists():
+        if any(own.traffic is not None for own in read_plan(request.plan).plans):
+            raise ValueError(
+                f"'{request.plan}' is of live traffic, whose rate is simulated: such plans have no "
+                "certificate; llmpq-algo simulate shows what it gives"
+            )
         raise ValueError(
             f"'{path}' is not there: llmpq-algo -o writes it beside a plan of --method exact and "
             "--objective makespan without drafts; plan again, or name it with --certificate"
@@ -114,11 +120,12 @@ def verify_file(request: VerifyRequest) -> None:
         raise BadPlanError(
             f"'{path}' is no certificate of '{request.plan}': {type(error).__name__}: {error}"
         ) from None
-    sys.stdout.write("".join(f"{line}\n" for line in verified_lines(request.plan, plan, found)))
+    lines = verified_lines(request.plan, plan, found, certificate["most_waves"])
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
-def verified_lines(name: str, plan: dict[str, Any], found: Verified) -> list[str]:
-    """Return what was found to hold, a line each."""
+def verified_lines(name: str, plan: dict[str, Any], found: Verified, most_waves: int) -> list[str]:
+    """Return what was found to hold, a line each; `most_waves`: those of an engine's rows."""
     plans = [one["plan"] for one in plan["engines"]] if "engines" in plan else [plan]
     own = f"{len(plans)} engines on devices of their own, all rows dealt; "
     of = own if len(plans) > 1 else ""
@@ -128,7 +135,7 @@ def verified_lines(name: str, plan: dict[str, Any], found: Verified) -> list[str
         what = "plan of these devices, grouped as they are,"
     if "engines" in plan:
         stages = "the groups that share stages as they are" if shared else "stages of one device"
-        what = f"grouping of these devices into engines ({stages}, 4 waves at most)"
+        what = f"grouping of these devices into engines ({stages}, {most_waves} waves at most)"
     lines = [
         f"{name}: {of}every layer once, at bits that it may have, within memory",
         f"value {found.value:.6g} s, as its costs give it"

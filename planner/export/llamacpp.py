@@ -36,6 +36,7 @@ from llmpq.planner.export.result import (
     quoted,
     ranges,
     said,
+    step_tokens,
 )
 from llmpq.precision import KVPrecision, Precision
 
@@ -293,8 +294,9 @@ def _serve(plan: Plan, place: LayerSplit, model: str, main: str) -> str:
     cached = plan.workload.batch * (plan.workload.max_len + 1)
     words += ["--ctx-size", str(max(cached, context_length(plan)))]
     words += ["--parallel", str(plan.workload.batch)]
-    if plan.traffic is not None:  # else every slot has its part, and that of a mean request
-        words.append("--kv-unified")
+    if (step := step_tokens(plan)) is not None:
+        # Unified, else every slot has its part, and that of a mean request.
+        words += ["--kv-unified", "--batch-size", str(step)]
     kv = plan.workload.kv
     packed = kv is not KVPrecision.KV16
     words += ["--flash-attn", "on"] if divided or packed else []

@@ -148,6 +148,11 @@ def context_length(plan: Plan) -> int:
     return max(mean, plan.traffic.longest or 0) if plan.traffic else mean
 
 
+def step_tokens(plan: Plan) -> int | None:
+    """Return the tokens of a step of live traffic; None of a batch job: the engine's own."""
+    return max(plan.traffic.step_tokens, plan.workload.batch) if plan.traffic else None
+
+
 def drafts_line(plan: Plan) -> str | None:
     """Say which drafts the plan has, which are the engine's own to set."""
     own = plan.speculation

@@ -28,6 +28,7 @@ from llmpq.planner.export.result import (
     quantise_comment,
     quoted,
     said,
+    step_tokens,
 )
 
 PORT = 20000
@@ -57,6 +58,8 @@ def sglang(plan: Plan, spec: ModelSpec) -> Exported:
         f"--context-length {context_length(plan)} "
         f"--max-running-requests {plan.workload.batch}"
     )
+    step = step_tokens(plan)
+    common += f" --chunked-prefill-size {step}" if step else ""
     hosts = {node.name: node.host for node in plan.nodes}
     first = hosts.get(nodes[0][0]) or nodes[0][0]
     for rank, (node, stages) in enumerate(nodes):

@@ -30,6 +30,7 @@ from llmpq.planner.export.result import (
     quantise_comment,
     quoted,
     said,
+    step_tokens,
 )
 from llmpq.precision import KVPrecision
 
@@ -64,6 +65,8 @@ def vllm(plan: Plan, spec: ModelSpec) -> Exported:
         command += " --distributed-executor-backend ray"
     command += f" --dtype {plan.workload.dtype} --max-model-len {context_length(plan)}"
     command += f" --max-num-seqs {plan.workload.batch}"
+    step = step_tokens(plan)
+    command += f" --max-num-batched-tokens {step}" if step else ""
     share = _memory_share(plan)
     if share is not None:
         command += f" --gpu-memory-utilization {share:.2f}"

@@ -1,9 +1,9 @@
 """Writes the certificate of a plan: tables of costs, and multipliers from which a bound follows.
 
 `planner/check/verify.py` checks it, and says what the multipliers mean. The proof is made here anew
-after the search, from the same relaxation, as far as a program can check it that knows no labels: a
-part is bounded by one relaxation and a shortest path, or split by the range of the slowest stage's
-time. Where the work allowed ends first the bound stays below that of the search.
+after the search, from its relaxation, as far as a small program can check it: a pair of micro-batch
+sizes is bounded by one set of prices, of those that bound least by a shortest path with these. So
+its bound is below that of the search.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -21,22 +21,17 @@ import numpy as np
 from llmpq.cost_model import Phase
 from llmpq.plan import Plan
 from llmpq.planner.check import verify
+from llmpq.planner.check.verify import PRICE, UNIT
 from llmpq.planner.costs.links import Floats, Hops
 from llmpq.planner.costs.stage_memory import weights_of_groups
-from llmpq.planner.evaluate.objective import (
-    Coefficients,
-    job_time,
-    make_form,
-    value,
-)
-from llmpq.planner.exact.bounds.plan_cases import Box
+from llmpq.planner.evaluate.objective import Coefficients, job_time, make_form, value
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation, Prices
+from llmpq.planner.limits import MOST_WAVES
 from llmpq.planner.problem.numbers import SizeNumbers
-from llmpq.planner.problem.outcome import Assignment
+from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import Vector
-from llmpq.planner.solving.engine_floors import engine_variants
-from llmpq.planner.solving.engine_prices import GRID, MOST_SIZES
+from llmpq.planner.solving.engine_floors import engine_variants, least_row_s
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import variants_with_room
 from llmpq.planner.solving.topology_search import KnownPipeline, TopologySearch
@@ -44,10 +39,10 @@ from llmpq.topology import Topology
 
 SHRUNK = 1 - 1e-12
 """Shares are a little smaller, so that their sum is not above 1 for rounding."""
-MOST_WORK = 1_000_000
+MOST_WORK = 2_000_000
 """Steps of shortest paths that a proof may take."""
 MOST_PARTS = 120
-"""Parts of single pairs that a proof may have."""
+"""Multipliers and paths of single pairs of sizes that a proof may have."""
 MOST_ENGINES = 64
 """Engines that devices can make, up to which a certificate has proofs of them."""
 MOST_PAIRS = 200
@@ -70,12 +65,16 @@ def certificate(
     """
     theta = 0.0 if budget is not None else p.theta
     own = p.with_changes(theta=theta)
-    data = _checked_plan(plan, own, a, budget, variants)
-    data |= {"plan_sha256": digest_of(plan), "value": value(own, a)}
-    proof = _Proof(data, [one.with_changes(theta=theta) for one in variants], data["value"])
-    data["proof"], data["bound"] = proof.made()
-    data["sha256"] = verify.digest(data)
-    return data
+    value_s, jobs = value(own, a), [one.with_changes(theta=theta) for one in variants]
+    at = [(one.kv, one.chunk) for one in variants].index((p.kv, p.chunk))
+    data = _job(plan, own, budget, value_s) | {
+        "exactly": 1,
+        "most_waves": 1,
+        "engines": [_engine(plan, own, a, at)],
+        "tables": [_table(one) for one in jobs],
+    }
+    data["proofs"] = _Proof(data, jobs, data["tables"], rows=p.workload.batch).made(value_s)
+    return _signed(_proven(data), data, value_s)
 
 
 def topology_certificate(
@@ -90,41 +89,48 @@ def topology_certificate(
     """Return the certificate of engines that share a job: of the problem of all its devices.
 
     `proofs`: what engines take for their rows at least (`engine_proofs`), of a search for
-    `exactly` so many engines, or any number.
+    `exactly` so many engines, or any number. Without any it has what a row takes at least.
     """
-    theta, work, value_s = topology.solver.theta, topology.workload, topology.solver.value
+    theta, value_s = 0.0 if budget is not None else topology.solver.theta, topology.solver.value
     assert value_s is not None, "a topology that was searched has a value"
-    sizes = _grid(work.batch)
-    data = {
-        "schema": 1,
-        "plan_sha256": digest_of(topology),
-        "rows": work.batch,
-        "gen_len": work.gen_len,
-        "theta": theta,
-        "budget": budget,
-        "classes": _classes(p),
-        "choices": [choice.value for choice in p.choices],
-        "value": value_s,
-        "engines": [
-            _of_its_sizes(
-                _checked_plan(share.plan, own.with_changes(theta=theta), a, budget, [own]), a
-            )
-            for share, (own, a) in zip(topology.engines, engines, strict=True)
-        ],
-        "steps": [_steps(one, sizes) for one in variants],
+    rows = least_row_s(variants, p.workload.batch) * SHRUNK
+    pairs = list(zip(topology.engines, engines, strict=True))
+    data = _job(topology, p.with_changes(theta=theta), budget, value_s) | {
         "exactly": exactly,
-        "proofs": list(proofs),
+        "most_waves": MOST_WAVES,
+        "engines": [_engine(share.plan, own, a, at) for at, (share, (own, a)) in enumerate(pairs)],
+        "tables": [_of_its_sizes(_table(own), a) for _, (own, a) in pairs],
+        "proofs": [],
+        "row": [_units(float(seconds)) for seconds in rows],
     }
-    # Bounds are checked as they are computed: there is one program for both.
-    bound = verify.topology_bound(data)
-    if proofs:
-        try:
-            bound = max(bound, verify.engine_bounds(data)[1])
-        except verify.Refused:
-            data["proofs"] = []
-    data["bound"] = max(0.0, min(bound / verify.UNIT * SHRUNK, value_s))
-    data["sha256"] = verify.digest(data)
-    return data
+    both = [(_proven(one), one) for one in (data, with_tables(data, proofs))]
+    return _signed(*max(both, key=lambda one: one[0]), value_s)
+
+
+def with_tables(data: dict[str, Any], proofs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a certificate with proofs that `engine_proofs` made, which have their own tables."""
+    first = len(data["tables"])
+    return data | {
+        "tables": [*data["tables"], *(proof["table"] for proof in proofs)],
+        "proofs": [proof | {"table": first + at} for at, proof in enumerate(proofs)],
+    }
+
+
+def _proven(data: dict[str, Any]) -> Fraction:
+    """Return the bound of a certificate, 0 where its proofs do not bound all engines.
+
+    Bounds are checked as they are computed: there is one program for both.
+    """
+    try:
+        return min(verify.bounds(data))
+    except verify.Refused:
+        return Fraction(0)
+
+
+def _signed(proven: Fraction, data: dict[str, Any], value_s: float) -> dict[str, Any]:
+    """Return a certificate with its bound and digest."""
+    data = data | {"bound": max(0.0, min(float(proven) * SHRUNK, value_s))}
+    return data | {"sha256": verify.digest(data)}
 
 
 def engine_proofs(
@@ -149,8 +155,13 @@ def engine_proofs(
     if math.prod(cls.count + 1 for cls in p.classes) > MOST_ENGINES or not _is_alike(p):
         return []
     priced = p if options.budget is None else p.with_changes(theta=0.0)
-    share = 1 / max(1, len(bounding) * verify.MOST_WAVES)
-    return [_engine_proof(priced, options, aim, v, n + 1, share) for v, n in bounding]
+    share = 1 / max(1, len(bounding) * MOST_WAVES)
+    return [
+        proof
+        for v, n in bounding
+        for waves in range(1, min(MOST_WAVES, n + 1) + 1)
+        for proof in _engine_proofs(priced, options, aim, v, n + 1, waves, share)
+    ]
 
 
 def _is_alike(p: Problem) -> bool:
@@ -162,38 +173,34 @@ def _has_all(v: Vector, other: Vector) -> bool:
     return all(a >= b for a, b in zip(v, other, strict=True))
 
 
-def _engine_proof(
-    p: Problem, options: SolveOptions, aim: float, v: Vector, rows: int, share: float
-) -> dict[str, Any]:
-    """Return the proof of an engine: for every number of waves, tables and a tree of parts."""
+def _engine_proofs(
+    p: Problem,
+    options: SolveOptions,
+    aim: float,
+    v: Vector,
+    rows: int,
+    waves: int,
+    share: float,
+) -> list[dict[str, Any]]:
+    """Return the proofs of an engine in so many waves: one for every variant, with its table."""
     names = [d.name for cls, n in zip(p.classes, v, strict=True) for d in cls.devices[:n]]
-    part = p.part(names).prepared()
-    waves = []
-    for number in range(1, min(verify.MOST_WAVES, rows) + 1):
-        job = part.with_job(batch=-(-rows // number)).with_changes(theta=p.theta / number)
-        variants = variants_with_room(job, options) or engine_variants(job, options.kvs)
-        data = {
-            "schema": 1,
-            "gen_len": job.workload.gen_len,
-            "theta": job.theta,
-            "budget": options.budget,
-            "classes": _classes(job),
-            "choices": [choice.value for choice in job.choices],
-            "variants": [_tables(one) for one in variants],
-        }
-        proof, _ = _Proof(data, variants, aim / number, share).made()
-        waves.append({"variants": data["variants"], "proof": proof})
-    return {"classes": _classes(part), "rows": rows, "waves": waves}
+    job = p.part(names).prepared().with_job(batch=-(-rows // waves))
+    variants = variants_with_room(job, options) or engine_variants(job, options.kvs)
+    tables = [_table(one) for one in variants]
+    data = {"gen_len": job.workload.gen_len, "theta": p.theta, "budget": options.budget}
+    jobs = [one.with_changes(theta=p.theta / waves) for one in variants]
+    proofs = _Proof(data, jobs, tables, rows=rows, waves=waves, share=share).made(aim / waves)
+    return [proof | {"table": table} for proof, table in zip(proofs, tables, strict=True)]
 
 
-def _of_its_sizes(data: dict[str, Any], a: Assignment) -> dict[str, Any]:
-    """Return an engine's tables without sizes that are not its plan's: no proof needs them."""
-    (variant,) = data["variants"]
+def _of_its_sizes(table: dict[str, Any], a: Assignment) -> dict[str, Any]:
+    """Return an engine's table without sizes that are not its plan's: no proof needs them."""
     chosen = {"prefill": a.prefill_microbatch, "decode": a.decode_microbatch}
-    for phase, size in chosen.items():
-        variant[phase] = [one for one in variant[phase] if one["size"] == size]
-    variant["room"] = []
-    return data
+    sizes = {
+        phase: [one for one in table[phase] if one["size"] == size]
+        for phase, size in chosen.items()
+    }
+    return {**table, **sizes, "room": []}
 
 
 def digest_of(plan: Plan | Topology) -> str:
@@ -201,87 +208,90 @@ def digest_of(plan: Plan | Topology) -> str:
     return verify.digest(json.loads(plan.dump_json()))
 
 
-def _grid(rows: int) -> list[int]:
-    """Return batches at which times are looked up, ascending from 1."""
-    found, ratio = [1], max(GRID, rows ** (1 / MOST_SIZES))
-    while found[-1] < rows:
-        found.append(min(rows, max(found[-1] + 1, int(found[-1] * ratio))))
-    return found
+def _classes(p: Problem) -> list[list[str]]:
+    return [[device.name for device in cls.devices] for cls in p.classes]
 
 
-def _steps(p: Problem, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return what a layer takes in steps of so many rows, in either phase."""
-    tables = {
-        phase: [p.size_numbers(phase, size).layer_s[0].tolist() for size in sizes]
-        for phase in (Phase.PREFILL, Phase.DECODE)
-    }
+def _job(plan: Plan | Topology, p: Problem, budget: float | None, value_s: float) -> dict[str, Any]:
+    """Return what a certificate says of the job and of the plan as a whole."""
     return {
-        "sizes": list(sizes),
-        "layers": p.num_layers,
-        "passes": [p.chunks_of_prompt, p.workload.gen_len - 1],
-        "seconds": list(tables.values()),
-    }
-
-
-def _classes(p: Problem) -> list[dict[str, Any]]:
-    return [{"devices": [device.name for device in cls.devices]} for cls in p.classes]
-
-
-def _checked_plan(
-    plan: Plan, p: Problem, a: Assignment, budget: float | None, variants: Sequence[Problem]
-) -> dict[str, Any]:
-    """Return what the plan of one pipeline is checked by, with tables of its variants."""
-    if p.objective != "makespan" or p.group != 1 or not _is_alike(p):
-        raise NoCertificate("only plans of --objective makespan of single equal layers have one")
-    if plan.speculation is not None:
-        raise NoCertificate("the times of drafts have none; plan without --speculate")
-    return {
-        "schema": 1,
+        "schema": verify.SCHEMA,
+        "plan_sha256": digest_of(plan),
+        "rows": p.workload.batch,
         "gen_len": p.workload.gen_len,
         "theta": p.theta,
         "budget": budget,
         "classes": _classes(p),
         "choices": [choice.value for choice in p.choices],
-        "weights": weights_of_groups(p).tolist(),
-        "plan": _plan_tables(plan, p, a),
-        "variants": [_tables(one) for one in variants],
+        "value": value_s,
     }
 
 
-def _plan_tables(plan: Plan, p: Problem, a: Assignment) -> dict[str, Any]:
-    x = p.numbers(a.prefill_microbatch, a.decode_microbatch)
+def _engine(plan: Plan, p: Problem, a: Assignment, table: int) -> dict[str, Any]:
+    """Return what the plan of an engine is checked by, beside its table."""
+    if p.objective != "makespan" or p.group != 1 or not _is_alike(p):
+        raise NoCertificate("only plans of --objective makespan of single equal layers have one")
+    if plan.speculation is not None:
+        raise NoCertificate("the times of drafts have none; plan without --speculate")
     assert plan.predicted is not None, "the planner always predicts"
+    x = p.numbers(a.prefill_microbatch, a.decode_microbatch)
     closed = job_time(p, a).total_s
-
-    def hops(hop: Hops, back: Hops) -> dict[str, Any]:
-        return {
-            "held_s": hop.held_s.tolist(),
-            "back_s": back.total_s.tolist(),
-            "back_held_s": back.held_s.tolist(),
-        }
-
     return {
-        "room": x.capacity.tolist(),
-        "total_s": plan.predicted.total_s,
+        "table": table,
+        "weights": weights_of_groups(p).tolist(),
+        "room": [_room_of(p, x.capacity, stage) for stage in a.stages],
         "step_by_step": not math.isclose(plan.predicted.total_s, closed, rel_tol=1e-9),
-        "prefill": hops(x.hop_prefill, x.back_prefill),
-        "decode": hops(x.hop_decode, x.back_decode),
+        "prefill": _messages(a, x.hop_prefill, x.back_prefill, back=p.workload.gen_len > 1),
+        "decode": _messages(a, x.hop_decode, x.back_decode, back=p.workload.gen_len > 2),
     }
 
 
-def _tables(p: Problem) -> dict[str, Any]:
-    """Return what a variant's layers, ends and messages take at every size."""
-    etas, xis = p.prefill_sizes, p.decode_sizes
-    sizes = p.all_layer_bytes
+def _room_of(p: Problem, capacity: Any, stage: Stage) -> int:
+    """Return the bytes that a stage has for its layers: by its end layers, and kinds of bits."""
+    dense = {p.choices[b].value.startswith("w16") for b in stage.choices}
+    mixed = 2 if len(dense) == 2 else int(False in dense)
+    first, last = int(stage.start == 0), int(stage.end == p.num_layers)
+    return int(capacity[stage.cls][first][last][mixed])
+
+
+def _messages(a: Assignment, hop: Hops, way_back: Hops, *, back: bool) -> dict[str, Any]:
+    """Return how long messages of a phase hold their links, and what the way back takes.
+
+    `back`: whether anything is sent back.
+    """
+    order = [stage.cls for stage in a.stages]
+    held = [float(hop.held_s[pair]) for pair in itertools.pairwise(order)]
+    ends, returns = (order[-1], order[0]), back and len(order) > 1
+    held += [float(way_back.held_s[ends])] * returns
     return {
+        "messages_held": _units(held),
+        "way_back": _units(float(way_back.total_s[ends])) if returns else 0,
+    }
+
+
+def _units(data: Any) -> Any:
+    """Return seconds, losses, or lists of them, as whole numbers of 1/UNIT, rounded down."""
+    if isinstance(data, list):
+        return [_units(one) for one in data]
+    return math.floor(Fraction(data) * UNIT)
+
+
+def _table(p: Problem) -> dict[str, Any]:
+    """Return what layers, ends and messages of a job take at every size, and what they may be."""
+    etas, xis = p.prefill_sizes, p.decode_sizes
+    sizes, layers = np.unique(p.all_layer_bytes, axis=0, return_inverse=True)
+    return {
+        "classes": _classes(p),
+        "batch": p.workload.batch,
         "kv": p.kv.value,
         "chunk": p.chunk,
         "omega": [
-            [float(x) if allowed else None for x, allowed in zip(*row, strict=True)]
+            [_units(float(x)) if allowed else None for x, allowed in zip(*row, strict=True)]
             for row in zip(p.omega, p.open, strict=True)
         ],
-        "layer_bytes": (sizes[:1] if (sizes == sizes[:1]).all() else sizes).tolist(),
-        "room": [_roomiest(p, eta).tolist() for eta in etas],
+        "sizes": sizes.tolist(),
+        "layers": layers.ravel().tolist(),
+        "room": [_roomiest(p, eta).max(axis=3).tolist() for eta in etas],
         "prefill": [
             _size(eta, p.counts(eta, xis[0])[0], p.size_numbers(Phase.PREFILL, eta)) for eta in etas
         ],
@@ -295,11 +305,11 @@ def _size(size: int, count: int, x: SizeNumbers) -> dict[str, Any]:
     return {
         "size": size,
         "count": count,
-        "layer_s": x.layer_s[0].tolist(),
-        "held_s": x.held_layer_s[0].tolist(),
-        "layer_ends_s": x.ends_s.tolist(),
-        "held_ends_s": x.held_ends_s.tolist(),
-        "hop_s": x.hop.total_s.tolist(),
+        "layer": _units(x.layer_s[0].tolist()),
+        "held_layer": _units(x.held_layer_s[0].tolist()),
+        "ends": _units(x.ends_s.tolist()),
+        "held_ends": _units(x.held_ends_s.tolist()),
+        "hop": _units(x.hop.total_s.tolist()),
     }
 
 
@@ -311,211 +321,134 @@ def _roomiest(p: Problem, eta: int) -> Any:
     return np.max([p.capacity(eta, xi) for xi in xis], axis=0)
 
 
-@dataclass
-class _Node:
-    """A part of the plans of a pair."""
-
-    pair: tuple[int, int, int]
-    """Variant, and indices of the sizes."""
-    box: Box
-    multipliers: dict[str, Any] | None = None
-    split: tuple[str, float] | None = None
-    children: list[_Node] = field(default_factory=list)
-
-    def data(self) -> dict[str, Any]:
-        """Return the part as the certificate has it."""
-        if self.split is None:
-            assert self.multipliers is not None
-            return {**self.multipliers, "path": True}
-        low, high = (child.data() for child in self.children)
-        return {"split": self.split[0], "at": self.split[1], "low": low, "high": high}
+PairAt = tuple[int, int, int]
+"""A variant, and indices of a prefill and a decode size."""
 
 
 class _Proof:
-    """Makes the tree of parts, the part of the smallest bound first."""
+    """Makes multipliers for all pairs of sizes of an engine's job, the least bound first."""
 
     def __init__(
         self,
         data: dict[str, Any],
         variants: Sequence[Problem],
-        value_s: float,
+        tables: Sequence[dict[str, Any]],
+        *,
+        rows: int,
+        waves: int = 1,
         share: float = 1.0,
     ) -> None:
         """`share`: of the work and the parts that a proof may have."""
-        self.data, self.value_s, self.share = data, value_s, share
-        budget = data["budget"]
+        self._data, self._tables, self._share = data, tables, share
+        self._rows, self._waves, budget = rows, waves, data["budget"]
         # Under a budget the price of omega is a multiplier: omega itself is what it prices.
-        self.problems = [p if budget is None else p.with_changes(theta=1.0) for p in variants]
-        self.relaxations = [ClassRelaxation(p, budget) for p in self.problems]
-        self.vectors = [_PairBounds(p, budget) for p in self.problems]
-        self.tables = [verify.Tables(data, variant) for variant in data["variants"]]
-        self.roots: dict[tuple[int, int, int], _Node] = {}
-        self._ticket = itertools.count()
+        self._problems = [p if budget is None else p.with_changes(theta=1.0) for p in variants]
+        self._relaxations = [ClassRelaxation(p, budget) for p in self._problems]
+        self._pairs = [_PairBounds(p, budget) for p in self._problems]
 
-    def made(self) -> tuple[list[dict[str, Any]], float]:
-        """Return the tree of every variant, and the bound that follows from all."""
-        for k, p in enumerate(self.problems):
-            middle = len(p.prefill_sizes) // 2, len(p.decode_sizes) // 2
-            for row, column in {(0, 0), middle, (-1, -1)}:
-                eta, xi = p.prefill_sizes[row], p.decode_sizes[column]
-                self._add_multipliers(k, eta, xi)
-            if not self.vectors[k].made:  # no fractions of layers have room there
-                self.vectors[k].add(_nothing(len(p.classes)))
+    def made(self, value_s: float) -> list[dict[str, Any]]:
+        """Return the proof of every variant; `value_s`: what bounds need not be above."""
+        for k, p in enumerate(self._problems):
+            rows, columns = len(p.prefill_sizes), len(p.decode_sizes)
+            for row, column in {(0, 0), (rows // 2, columns // 2), (rows - 1, columns - 1)}:
+                self._solve((k, row, column))
+            if not self._pairs[k].made:  # no fractions of layers have room there
+                self._pairs[k].add(_nothing(len(p.classes)))
+        self._refine(value_s * (1 - NEAR))
+        job, found = {"rows": self._rows, "waves": self._waves}, []
+        for k, pairs in enumerate(self._pairs):
+            used, which = np.unique(pairs.which, return_inverse=True)
+            chosen = [_whole(pairs.made[int(number)]) for number in used]
+            of_pairs = which.ravel().tolist()
+            found.append({**job, "table": k, "multipliers": chosen, "of_pairs": of_pairs})
+        return found
+
+    def _solve(self, at: PairAt) -> None:
+        """Add the multipliers of a pair's own relaxation."""
+        p = self._problems[at[0]]
+        form = make_form(p, p.prefill_sizes[at[1]], p.decode_sizes[at[2]])
+        prices = self._relaxations[at[0]].solve(form)
+        if math.isfinite(prices.value):
+            self._pairs[at[0]].add(_multipliers(p, form, prices))
+
+    def _refine(self, target_s: float) -> None:
+        """Raise the least bounds: give the pair multipliers of its own, then a path with them."""
         heap = [
-            (float(bound), next(self._ticket), (k, row, column), None)
-            for k, vector in enumerate(self.vectors)
-            for (row, column), bound in np.ndenumerate(vector.best)
+            (float(bound), (k, row, column), 0)
+            for k, pairs in enumerate(self._pairs)
+            for (row, column), bound in np.ndenumerate(pairs.best)
         ]
         heapq.heapify(heap)
-        self._refine(heap)
-        trees = [self._tree(k) for k in range(len(self.problems))]
-        bound = min(
-            part
-            for tables, tree in zip(self.tables, trees, strict=True)
-            for part in verify.bounds_of(tables, tree)
-        )
-        exact = bound / verify.UNIT
-        return trees, max(0.0, min(exact * (1 - 1e-15), self.value_s))
-
-    def _refine(self, heap: list[Any]) -> None:
-        work = parts = 0
-        target = self.value_s * (1 - NEAR)
-        most = max(2.0, MOST_PARTS * self.share)
-        while heap and work < MOST_WORK * self.share and parts < most:
-            bound, _, pair, node = heapq.heappop(heap)
-            if bound >= target:
-                return
-            vector = self.vectors[pair[0]]
-            if node is None:
-                if float(vector.best[pair[1:]]) > bound:  # by multipliers of another pair
-                    entry = float(vector.best[pair[1:]]), next(self._ticket), pair, None
-                    heapq.heappush(heap, entry)
-                    continue
-                node = _Node(pair=pair, box=Box())
-                self.roots[pair] = node
-                fresh = [node]
-                self._add_multipliers(*self._sizes(pair))
-            else:
-                fresh = self._split(node)
-                if not fresh:
+        parts, work = max(2.0, MOST_PARTS * self._share), MOST_WORK * self._share
+        while heap and parts > 0 and heap[0][0] < target_s:
+            bound, at, done = heapq.heappop(heap)
+            best, pair = self._pairs[at[0]].best, at[1:]
+            if float(best[pair]) <= bound:  # else by multipliers of another pair
+                steps = self._steps(at[0])
+                if done == 0:
+                    self._solve(at)
+                elif done == 1 and steps <= work:
+                    work -= steps
+                    self._add_path(at)
+                else:  # it cannot be raised, and is the least
                     return
-            for child in fresh:
-                least = self._bound(child)
-                work += self._work(pair[0])
-                parts += 1
-                if math.isfinite(least):
-                    heapq.heappush(heap, (max(bound, least), next(self._ticket), pair, child))
+                parts, done = parts - 1, done + 1
+            heapq.heappush(heap, (float(best[pair]), at, done))
 
-    def _work(self, k: int) -> int:
-        p = self.problems[k]
-        states = self.tables[k].states
-        states = states if states <= verify.MOST_STATES else 1
-        return p.num_layers**2 // 2 * len(p.classes) * (states + 3)
+    def _steps(self, k: int) -> int:
+        """Return the steps of a shortest path over stages."""
+        p = self._problems[k]
+        states = math.prod(cls.count + 1 for cls in p.classes)
+        return p.num_layers**2 // 2 * len(p.classes) ** 2 * states
 
-    def _sizes(self, pair: tuple[int, int, int]) -> tuple[int, int, int]:
-        p = self.problems[pair[0]]
-        return pair[0], p.prefill_sizes[pair[1]], p.decode_sizes[pair[2]]
-
-    def _add_multipliers(self, k: int, eta: int, xi: int) -> None:
-        p = self.problems[k]
-        form = make_form(p, eta, xi)
-        prices = self.relaxations[k].solve(form)
-        if math.isfinite(prices.value):
-            self.vectors[k].add(_multipliers(p, form, prices, Box()))
-
-    def _bound(self, node: _Node) -> float:
-        """Give a part its multipliers; return its bound in seconds."""
-        k, eta, xi = self._sizes(node.pair)
-        p = self.problems[k]
-        form = make_form(p, eta, xi)
-        prices = self.relaxations[k].solve(form, box=node.box)
-        offered = [] if node.multipliers is None else [node.multipliers]
-        if math.isfinite(prices.value):
-            offered.append(_multipliers(p, form, prices, node.box))
-        offered = offered or [_nothing(len(p.classes))]
-        p_range, d_range = (
-            (verify.units(low), None if math.isinf(high) else verify.units(high))
-            for low, high in (
-                (node.box.p_low, node.box.p_high),
-                (node.box.d_low, node.box.d_high),
-            )
-        )
-        bounds = [
-            verify.Part(self.tables[k], m, *node.pair[1:]).of_stages(p_range, d_range)
-            for m in offered
-        ]
-        best = max(range(len(bounds)), key=bounds.__getitem__)
-        node.multipliers = offered[best]
-        return math.inf if bounds[best] >= verify.NEVER // 2 else bounds[best] / verify.UNIT
-
-    def _split(self, node: _Node) -> list[_Node]:
-        """Split a part in two by the range of the slowest stage's time, that which weighs more."""
-        k, eta, xi = self._sizes(node.pair)
-        p, box = self.problems[k], node.box
-        form = make_form(p, eta, xi)
-        x, found = form.numbers, list[tuple[float, str, float, float]]()
-        for name, weight, low, high, times in (
-            ("D", form.d_weight(1.0), box.d_low, box.d_high, x.held_decode_s[0]),
-            ("P", form.a, box.p_low, box.p_high, x.held_prefill_s[0]),
-        ):
-            if weight <= 0:
-                continue
-            fewest = -(-p.num_layers // sum(cls.count for cls in p.classes))
-            low = max(low, float(times.min()) * fewest)
-            most = min(high, self.value_s / weight)
-            if most <= low * (1 + 1e-9):
-                continue
-            found.append((weight * (most - low), name, low, most))
-        if not found:
-            return []
-        _, name, low, most = max(found)
-        at = (low + most) / 2
-        node.split = name, at
-        own = {"D": ("d_high", "d_low"), "P": ("p_high", "p_low")}[name]
-        node.children = [
-            _Node(pair=node.pair, box=box.with_limits({limit: at}), multipliers=node.multipliers)
-            for limit in own
-        ]
-        return node.children
-
-    def _tree(self, k: int) -> dict[str, Any]:
-        vector = self.vectors[k]
-        own = {pair[1:]: node for pair, node in self.roots.items() if pair[0] == k}
-        rows, columns = vector.best.shape
-
-        def of(r0: int, r1: int, c0: int, c1: int) -> dict[str, Any]:
-            if (r1 - r0) * (c1 - c0) == 1 and (r0, c0) in own:
-                return own[r0, c0].data()
-            if not any(r0 <= r < r1 and c0 <= c < c1 for r, c in own):
-                which = np.unique(vector.which[r0:r1, c0:c1])
-                if len(which) == 1:
-                    return vector.made[int(which[0])]
-            if r1 - r0 >= c1 - c0:
-                at = (r0 + r1) // 2
-                low, high = of(r0, at, c0, c1), of(at, r1, c0, c1)
-                return {"split": "prefill", "at": at, "low": low, "high": high}
-            at = (c0 + c1) // 2
-            low, high = of(r0, r1, c0, at), of(r0, r1, at, c1)
-            return {"split": "decode", "at": at, "low": low, "high": high}
-
-        return of(0, rows, 0, columns)
+    def _add_path(self, at: PairAt) -> None:
+        """Bound a pair by a shortest path with its best multipliers."""
+        k, row, column = at
+        pairs, table = self._pairs[k], self._tables[k]
+        m = {**pairs.made[int(pairs.which[row, column])], "path": True}
+        alone = {
+            **table,
+            "prefill": [table["prefill"][row]],
+            "decode": [table["decode"][column]],
+            "room": [table["room"][row]],
+        }
+        proof = {"waves": self._waves, "table": 0, "multipliers": [_whole(m)], "of_pairs": [0]}
+        bound = float(verify.bounds_of({**self._data, "tables": [alone]}, proof)[0]) / self._waves
+        if bound > pairs.best[row, column]:
+            pairs.best[row, column], pairs.which[row, column] = bound, len(pairs.made)
+            pairs.made.append(m)
 
 
-def _multipliers(p: Problem, form: Coefficients[float], prices: Prices, box: Box) -> dict[str, Any]:
+def _whole(m: dict[str, Any]) -> dict[str, Any]:
+    """Return multipliers as whole numbers of 1/PRICE; of seconds a byte of 1/(UNIT PRICE)."""
+
+    def whole(x: float, unit: int = PRICE) -> int:
+        return math.floor(Fraction(x) * unit)
+
+    return {
+        "path": m["path"],
+        "kappa": whole(m["kappa"]),
+        "prefill": [whole(x) for x in m["prefill"]],
+        "decode": [whole(x) for x in m["decode"]],
+        "memory": [whole(x, UNIT * PRICE) for x in m["memory"]],
+        "loss": whole(m["loss"]),
+    }
+
+
+def _multipliers(p: Problem, form: Coefficients[float], prices: Prices) -> dict[str, Any]:
     """Return prices of a relaxation as shares of the weights of P and D."""
     counts = np.array([cls.count for cls in p.classes])
 
-    def shares(own: Floats, weight: float, high: float) -> list[float]:
+    def shares(own: Floats, weight: float) -> list[float]:
         share = np.clip(own, 0, None) / weight if weight > 0 else np.zeros(len(counts))
-        total = float((share * counts).sum())
-        scale = 1.0 if math.isfinite(high) else SHRUNK / max(1.0, total)
-        return [float(x) for x in share * scale]
+        return (share * (SHRUNK / max(1.0, float((share * counts).sum())))).tolist()
 
     return {
+        "path": False,
         "kappa": float(np.clip(prices.kappa, 0, 1)),
-        "prefill": shares(prices.prefill, form.a, box.p_high),
-        "decode": shares(prices.decode, form.d_weight(prices.kappa), box.d_high),
-        "memory": [float(x) for x in np.clip(prices.memory, 0, None)],
+        "prefill": shares(prices.prefill, form.a),
+        "decode": shares(prices.decode, form.d_weight(prices.kappa)),
+        "memory": np.clip(prices.memory, 0, None).tolist(),
         "loss": float(prices.omega),
     }
 
@@ -523,7 +456,8 @@ def _multipliers(p: Problem, form: Coefficients[float], prices: Prices, box: Box
 def _nothing(classes: int) -> dict[str, Any]:
     """Return multipliers of zero."""
     zero = [0.0] * classes
-    return {"kappa": 1.0, "prefill": zero, "decode": zero, "memory": zero, "loss": 0.0}
+    shares = {"prefill": zero, "decode": zero, "memory": zero}
+    return {"path": False, "kappa": 1.0, "loss": 0.0, **shares}
 
 
 class _PairBounds:
@@ -550,7 +484,7 @@ class _PairBounds:
             for name in ("bd", "ws", "z", "md")
         )
         self.room = np.array(
-            [np.clip(_roomiest(p, eta), 0, None).max(axis=(1, 2, 3)) for eta in etas], dtype=float
+            [_roomiest(p, eta).clip(0).max(axis=(1, 2, 3)) for eta in etas], dtype=float
         )
         self.counts = np.array([cls.count for cls in p.classes], dtype=float)
         self.omega, self.rows = p.priced_omega, p.all_layer_bytes

@@ -17,10 +17,10 @@ from functools import cached_property
 import numpy as np
 
 from llmpq.cost_model import Phase
-from llmpq.planner.check.verify import MOST_WAVES
 from llmpq.planner.costs.links import Floats
 from llmpq.planner.evaluate.objective import BUDGET_ROUNDING, coefficients
 from llmpq.planner.exact.bounds.relaxation import layer_groups
+from llmpq.planner.limits import MOST_WAVES
 from llmpq.planner.problem.numbers import chunk_sizes, distinct_sizes, last_share, one_size
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import Vector
@@ -34,7 +34,7 @@ ROUNDING = 1e-9
 PRICES = 5
 """Prices of memory, and of loss under a budget, that are tried beside zero."""
 MANY = 400
-"""Engines up to which bounds count the memory of every wave."""
+"""Engines up to which bounds count memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,11 @@ def engine_variants(p: Problem, kvs: Sequence[KVPrecision]) -> list[Problem]:
     return found
 
 
+def least_row_s(variants: Sequence[Problem], rows: int) -> Floats:
+    """[C] the least time of a row of a job in all its layers and steps on a device of a class."""
+    return np.asarray(np.min([_Variant(one).least_row_s(rows) for one in variants], axis=0))
+
+
 class EngineFloors:
     """Bounds of engines given as count vectors."""
 
@@ -82,18 +87,16 @@ class EngineFloors:
         self._index = {v: k for k, v in enumerate(vectors)}
         priced = p if budget is None else p.with_changes(theta=1.0)
         self._variants = [_Variant(one) for one in engine_variants(priced, kvs)]
-        self.with_memory = len(vectors) <= MANY
+        self._with_memory = len(vectors) <= MANY
         self._tables: dict[tuple[int, int], Floats] = {}
         """[V] by rows and waves."""
 
     def floor(self, v: Vector, rows: int) -> float:
         """Return a lower bound of an engine's value for rows, in any number of waves."""
-        waves = range(1, min(MOST_WAVES, rows) + 1) if self.with_memory else (1,)
-        return min(self.in_waves(v, rows, wave) for wave in waves)
+        return min(self.in_waves(v, rows, wave) for wave in range(1, min(MOST_WAVES, rows) + 1))
 
     def in_waves(self, v: Vector, rows: int, waves: int) -> float:
         """Return a lower bound of an engine's value for rows in so many waves."""
-        waves = waves if self.with_memory else 1  # without memory, one is never slower
         if (rows, waves) not in self._tables:
             each = [self._of(one, rows, waves) for one in self._variants]
             self._tables[rows, waves] = np.min(each, axis=0) * (1 - ROUNDING)
@@ -102,10 +105,9 @@ class EngineFloors:
     def of_all(self) -> float:
         """Return a lower bound of every topology: each row where and in sizes as it is quickest."""
         rows = self.p.workload.batch
-        each = [one.least_row_s(rows) for one in self._variants]
+        each = np.min([one.least_row_s(rows) for one in self._variants], axis=0)
         counts = np.array([cls.count for cls in self.p.classes])
-        speeds = counts / np.maximum(np.min(each, axis=0), 1e-30)
-        return float(rows / speeds.sum()) * (1 - ROUNDING)
+        return float(rows / (counts / np.maximum(each, 1e-30)).sum()) * (1 - ROUNDING)
 
     def _of(self, one: _Variant, rows: int, waves: int) -> Floats:
         """[V] bounds of a variant in so many waves of equal rows."""
@@ -115,7 +117,7 @@ class EngineFloors:
         room = self.counts @ one.room
         cheapest = costs.min(axis=1)  # [V, B]
         spend(100, 60 * costs.size)
-        prices = (0.0, *(_slopes(cheapest, sizes) if self.with_memory else ()))
+        prices = (0.0, *(_slopes(cheapest, sizes) if self._with_memory else ()))
         losses, budget = (1.0,), 0.0
         if self.budget is not None:
             budget = self.budget * (1 + BUDGET_ROUNDING)
@@ -131,7 +133,7 @@ class EngineFloors:
                     )
                     total = total + count * (priced + own_loss).min(axis=1)
                 best = np.maximum(best, total)
-        if self.with_memory:
+        if self._with_memory:
             best = np.where(own.num_layers * sizes.min() > room, np.inf, best)
         return best
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from llmpq.errors import DoesNotFitError
-from llmpq.planner.check.verify import MOST_WAVES
 from llmpq.planner.evaluate.objective import sum_omega
+from llmpq.planner.limits import MOST_WAVES
 from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import CountVectors, Vector
@@ -87,12 +87,11 @@ class EnginePrices:
     def note(self, v: Vector, rows: int, price: EnginePrice) -> None:
         """Keep a price of rows in one wave that is known from elsewhere.
 
-        Of more waves, for which plans of more bits may have room, floors are the bound; of so many
-        engines that those count no memory, one wave is taken to be the quickest.
+        Of more waves, for which plans of more bits may have room, floors are the bound.
         """
         v = self.vectors.canonical(v)
         self._in_one[v, rows] = price.bound
-        more = range(2, min(MOST_WAVES, rows) + 1) if self._floors.with_memory else ()
+        more = range(2, min(MOST_WAVES, rows) + 1)
         bounds = [price.bound, *(self._floors.in_waves(v, rows, waves) for waves in more)]
         looked = math.inf if min(bounds) == price.bound else -math.inf
         self.known.setdefault(v, {})[rows] = replace(price, bound=min(bounds), ceiling=looked)

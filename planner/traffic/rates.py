@@ -15,12 +15,10 @@ from llmpq.traffic import Arrival, at_rate, repeated
 RATE_STEP = 0.05
 """Relative distance to which the highest rate is found."""
 MOST_TRIES = 12
-DOWN = 0.7
-"""Of a rate that is too high, the next to try until one is kept."""
-ASKED_APART = 2
-"""Rates that are too high before requests are tried alone."""
-FAR_DOWN = 0.4
-"""Of a rate that is too high behind those."""
+NEXT_LOWER, FAR_LOWER = 0.7, 0.4
+"""Of a rate that is too high, the next to try until one lasts: of the first ones, of later ones."""
+FIRST_TRIES = 2
+"""Rates that are tried before requests far apart are, and before rates are lowered by more."""
 STEP_S = 2e-4
 """Seconds of work of a simulated step (0.22 ms of a core, 2026-11)."""
 GENERATIONS = 3
@@ -54,12 +52,13 @@ def kept_apart(
     return alone.attained >= ATTAINMENT
 
 
-def _too_many_late(
+def too_late_alone(
     models: Sequence[EngineModel], traffic: Sequence[Arrival], limits: ServiceLimits
 ) -> bool:
-    """Whether more prompts than may be are late even alone: whether the shortest of so many is.
+    """Whether more first tokens are late than may be, though each request is served alone.
 
-    Not of prompts that begin alike: what the prefix cache has of a long one makes it quick.
+    Longer prompts take longer: it is so if the shortest of the longest prompts, one more than may
+    be late, is. Not said of prompts that begin alike: the prefix cache makes a long one quick.
     """
     if limits.ttft_s is None or any(one.blocks for one in traffic):
         return False
@@ -112,43 +111,51 @@ def highest_rate(
     if limits.ttft_s is None and limits.tpot_s is None:
         at_once = measured_at(models, traffic, limits, math.inf, deadline_s=deadline_s)
         return RateFound(rate_per_s=at_once.requests_per_s, measures=at_once)
-    if _too_many_late(models, traffic, limits):
+    if too_late_alone(models, traffic, limits):
         never = measured_at(models, traffic, limits, guess_per_s, deadline_s=deadline_s)
         return RateFound(rate_per_s=0.0, measures=never)
-    low, rate = _bisected(models, traffic, limits, guess_per_s, deadline_s)
+    running = requests_at_once(models, traffic)
+    long = repeated(traffic, GENERATIONS * running)
+    most = _full_rate(models, long, running, deadline_s)
+    low, rate = highest_lasting(
+        lambda rate: _lasts(models, at_rate(long, rate), limits, running, deadline_s),
+        lambda rate: kept_apart(models, traffic, limits, rate, deadline_s=deadline_s),
+        first=most if guess_per_s is None else min(most, guess_per_s),
+        most=most,
+    )
     return RateFound(
         rate_per_s=low, measures=measured_at(models, traffic, limits, low if low else rate)
     )
 
 
-def _bisected(
-    models: Sequence[EngineModel],
-    traffic: Sequence[Arrival],
-    limits: ServiceLimits,
-    guess_per_s: float | None,
-    deadline_s: float,
+def highest_lasting(
+    lasts: Callable[[float], bool],
+    kept_far_apart: Callable[[float], bool],
+    *,
+    first: float,
+    most: float,
 ) -> tuple[float, float]:
-    """Return the highest rate that lasts, 0 where there is none, and the last that was tried."""
-    running = requests_at_once(models, traffic)
-    long = repeated(traffic, GENERATIONS * running)
-    most = _full_rate(models, long, running, deadline_s)
-    rate = most if guess_per_s is None else min(most, guess_per_s)
-    low, high = 0.0, math.inf
+    """Return the highest rate that lasts, 0 where none was found, and the last that was tried.
+
+    Bisection from the rate `first` on, to RATE_STEP; none above `most` is tried. `kept_far_apart`:
+    whether requests are within the limits far apart, asked once where the first rates are too high:
+    if not, no rate is. A `TimeoutError` of either ends the search if there is a rate by then.
+    """
+    low, high, rate = 0.0, math.inf, first
     for tries in range(MOST_TRIES):
         try:
-            lasts = _lasts(models, at_rate(long, rate), limits, running, deadline_s)
-            never = not (lasts or low) and tries == ASKED_APART
-            if never and not kept_apart(models, traffic, limits, rate, deadline_s=deadline_s):
+            found = lasts(rate)
+            if not (found or low) and tries == FIRST_TRIES and not kept_far_apart(rate):
                 break
         except TimeoutError:
             if low:
                 break
             raise
-        low, high = (rate, high) if lasts else (low, rate)
-        if low >= most or (low and high - low <= RATE_STEP * high):
+        low, high = (rate, high) if found else (low, rate)
+        if low >= most or (low and low >= (1 - RATE_STEP) * high):
             break
-        down = DOWN if tries < ASKED_APART else FAR_DOWN
-        rate = min(most, low / DOWN, (low + high) / 2) if low else high * down
+        lower = NEXT_LOWER if tries < FIRST_TRIES else FAR_LOWER
+        rate = min(most, low / NEXT_LOWER, (low + high) / 2) if low else high * lower
     return low, rate
 
 

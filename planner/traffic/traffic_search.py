@@ -20,6 +20,7 @@ from llmpq.planner.solving.count_vectors import CountVectors, Vector
 from llmpq.planner.solving.device_groups import with_groups
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.topology_search import equal_shares
+from llmpq.planner.traffic.choose import best_of_steps, best_under_all, is_far_below
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic
 from llmpq.planner.traffic.rates import (
@@ -44,8 +45,6 @@ DEARER, MOST_BOUGHT = (3.0, 10.0, 30.0, 100.0, 1000.0), 3
 topologies of which they are tried."""
 COMPARED = 64
 """Requests by which plans are compared; the best is simulated under all."""
-SAYS_LITTLE = 0.5
-"""Of the rate of a steady state: one that is kept below it is looked for with other steps."""
 SOLVING_SHARE = 0.4
 """Share of the time that plans are looked for; then they are simulated."""
 
@@ -158,6 +157,11 @@ class _Search:
         """Return what is to be largest."""
         return one.worth(self.objective, self.planner.price, self.enough)
 
+    def few(self, engine: EnginePlan) -> int:
+        """Return how many requests the rate of an engine by itself is of, at most."""
+        at_once = requests_at_once([engine.model], self.traffic.arrivals)
+        return max(COMPARED, GENERATIONS * at_once)
+
     def rate(self, engine: EnginePlan) -> RateFound:
         """Return the highest rate of an engine by itself, found once of those that are alike.
 
@@ -166,10 +170,9 @@ class _Search:
         key = _alike(engine)
         if key not in self.rates:
             models, traffic = [engine.model], self.traffic
-            enough = GENERATIONS * requests_at_once(models, traffic.arrivals)
             self.rates[key] = highest_rate(
                 models,
-                traffic.arrivals[: max(COMPARED, enough)],
+                traffic.arrivals[: self.few(engine)],
                 traffic.limits,
                 guess_per_s=engine.steady.rate_per_s,
                 deadline_s=self.deadline_s,
@@ -268,7 +271,16 @@ def _searched(
         best_ways = sorted(valued, key=search.worth, reverse=True)[:MOST_BOUGHT]
         bought = [new for one in best_ways for new in _bought_back(search, one)]
     if simulated:
-        best, compared = _settled(search, [*valued, *bought])
+        compared, best = best_under_all(
+            sorted(
+                [*valued, *bought],
+                key=lambda one: (search.worth(one), -len(one.engines)),
+                reverse=True,
+            ),
+            lambda one: _under_all(search, one),
+            search.worth,
+            lambda: search.left_s() >= 0,
+        )
     else:
         best, compared = _at_given_rate(search, quickest), quickest
     return TrafficAnswer(
@@ -299,31 +311,29 @@ def _all_valued(
             one = None if engines is None else _simulated(search, name, engines)
         except TimeoutError:
             one, search.late = None, True
-        found[name] = one if one is None else _of_other_steps(search, one, vectors)
+        found[name] = None if one is None else _with_best_steps(search, one, vectors)
     search.deadline_s = end_s
     return found
 
 
-def _of_other_steps(search: _Search, one: Valued, vectors: Sequence[Vector]) -> Valued:
+def _with_best_steps(search: _Search, one: Valued, vectors: Sequence[Vector]) -> Valued:
     """Return engines with the steps that serve best where a steady state says little of them.
 
     It is of mean lengths: where the limits are narrow for the longest prompts, it is far above the
     rate that is kept, which follows from how soon these are computed.
     """
     steady = sum(engine.steady.rate_per_s for engine in one.engines)
-    if search.objective != "rate" or one.rate.rate_per_s > SAYS_LITTLE * steady:
+    if search.objective != "rate" or not is_far_below(one.rate.rate_per_s, steady):
         return one
-    best, known = one, {engine.step_tokens for engine in one.engines}
-    for step_tokens in STEP_TOKENS:
+    known = {engine.step_tokens for engine in one.engines}
+
+    def simulated(step_tokens: int) -> Valued | None:
         engines = None if known == {step_tokens} else search.engines(vectors, step_tokens)
         if engines is None or search.left_s() < 0:
-            continue
-        try:
-            other = _simulated(search, one.name, engines)
-        except TimeoutError:
-            break
-        best = max(best, other, key=search.worth)
-    return best
+            return None
+        return _simulated(search, one.name, engines)
+
+    return best_of_steps(one, STEP_TOKENS, simulated, search.worth)
 
 
 def _unsimulated(search: _Search, chosen: Sequence[Vector]) -> Valued:
@@ -481,31 +491,15 @@ def _dearer(search: _Search, engine: EnginePlan, dearer: float) -> EnginePlan | 
     return None
 
 
-def _settled(search: _Search, valued: Sequence[Valued]) -> tuple[Valued, Valued]:
-    """Return the best under the whole traffic, and the same as it serves the few requests.
-
-    From the best by the few on, each is simulated under all, until none that is left is better by
-    the few than one is by all: of few requests within narrow limits a rate says little.
-    """
-    left = sorted(valued, key=lambda one: (search.worth(one), -len(one.engines)), reverse=True)
-    compared, best = left[0], _of_all(search, left[0])
-    for one in left[1:]:
-        if search.worth(one) <= search.worth(best) or search.left_s() < 0:
-            break
-        new = _of_all(search, one)
-        if search.worth(new) > search.worth(best):
-            compared, best = one, new
-    return best, compared
-
-
-def _of_all(search: _Search, best: Valued) -> Valued:
+def _under_all(search: _Search, best: Valued) -> Valued:
     """Simulate the chosen engines under the whole traffic."""
     traffic, models = search.traffic, [one.model for one in best.engines]
     every, rate = traffic.arrivals, best.rate
     guess = rate.rate_per_s if search.objective == "rate" else None
     served = rate.measures
+    known = len(models) == 1 and len(every) <= search.few(best.engines[0])
     try:
-        if guess or (guess is None and len(every) > COMPARED):
+        if (guess and not known) or (guess is None and len(every) > COMPARED):
             rate = highest_rate(
                 models, every, traffic.limits, guess_per_s=guess, deadline_s=search.deadline_s
             )

@@ -12,6 +12,7 @@ import pytest
 
 from llmpq.planner.cli.show_plan import read_job
 from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.problem.named_inputs import read_model
 from llmpq.planner.problem.requests import PlanRequest
 
 pytestmark = [pytest.mark.pure]
@@ -45,13 +46,28 @@ def test_layers_follow_rates_and_move_for_room_alone(driver: ModuleType) -> None
     assert found.stages[0].end < 24 and sum(s.end - s.start for s in found.stages) == 40
 
 
+def test_models_have_positions_for_the_longest_request(driver: ModuleType, tmp_path: Path) -> None:
+    """121,213 tokens of Mooncake's first hundred; Qwen models by YaRN, as their cards say."""
+    for model, expected in (
+        ("llama-3.1-8b", "llama-3.1-8b"),
+        ("qwen3-14b", "qwen3-14b-131072"),
+        ("mixtral-8x7b", "qwen3-30b-a3b-131072"),
+    ):
+        assert driver.model_of(model, "azure_2023_code", tmp_path) == model
+        named = driver.model_of(model, driver.LONG_TRACE, tmp_path)
+        assert Path(named).name == expected
+        assert read_model(PlanRequest(model=named)).spec.max_positions == 131_072
+
+
 @pytest.mark.slow
 def test_an_answer_is_beside_simple_ones_that_do_not_beat_it(
     driver: ModuleType, tmp_path: Path
 ) -> None:
     cluster = tmp_path / "c.yaml"
     driver.write_cluster(driver.CLUSTERS[0][0], cluster)
-    case = driver.MixedCase(number=0, job="1", costs=None, cluster=str(cluster))
+    case = driver.MixedCase(
+        number=0, job="1", model="llama-3.1-8b", costs=None, cluster=str(cluster)
+    )
     found = driver.of_batch(case)
     assert set(found.others) == {"card", "each", "pipeline", "even TP", "water-filling"}
     assert found.ours >= max(found.others.values())

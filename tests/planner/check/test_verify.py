@@ -22,19 +22,11 @@ from llmpq.errors import DoesNotFitError
 from llmpq.planner.__main__ import main
 from llmpq.planner.check import verify as verify_module
 from llmpq.planner.check.build_plan import build_plan
-from llmpq.planner.check.verify import (
-    UNIT,
-    Refused,
-    Tables,
-    bounds_of,
-    digest,
-    engine_bounds,
-    most_rows,
-    verify,
-)
+from llmpq.planner.check.verify import PRICE, Refused, bounds, digest, most_rows, verify
 from llmpq.planner.evaluate.objective import sum_omega
+from llmpq.planner.limits import MOST_WAVES
 from llmpq.planner.solving import certificate as certificate_module
-from llmpq.planner.solving.certificate import certificate, engine_proofs
+from llmpq.planner.solving.certificate import certificate, engine_proofs, with_tables
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import best_plan
 from llmpq.planner.solving.topologies import best_topology
@@ -136,12 +128,6 @@ def _signed(plan: dict[str, Any], made: dict[str, Any]) -> Pair:
     return plan, made
 
 
-def _first_leaf(node: dict[str, Any]) -> dict[str, Any]:
-    while "split" in node:
-        node = node["high"]
-    return node
-
-
 def _bound(plan: dict[str, Any], made: dict[str, Any]) -> None:
     made["bound"] += 0.01 * made["value"]
 
@@ -167,7 +153,6 @@ def _other_bits(plan: dict[str, Any], made: dict[str, Any]) -> None:
 
 def _faster(plan: dict[str, Any], made: dict[str, Any]) -> None:
     plan["predicted"]["total_s"] *= 0.99
-    made["plan"]["total_s"] *= 0.99
 
 
 def _less_loss(plan: dict[str, Any], made: dict[str, Any]) -> None:
@@ -183,32 +168,50 @@ def _lighter(plan: dict[str, Any], made: dict[str, Any]) -> None:
 
 
 def _less_room(plan: dict[str, Any], made: dict[str, Any]) -> None:
-    made["plan"]["room"] = [
-        [[[0 for _ in sort] for sort in last] for last in first] for first in made["plan"]["room"]
-    ]
+    made["engines"][0]["room"][-1] = 0
 
 
 def _negative_price(plan: dict[str, Any], made: dict[str, Any]) -> None:
-    _first_leaf(made["proof"][0])["memory"][0] = -1e-9
+    made["proofs"][0]["multipliers"][0]["memory"][0] = -1
 
 
 def _kappa(plan: dict[str, Any], made: dict[str, Any]) -> None:
-    _first_leaf(made["proof"][0])["kappa"] = 1.5
+    made["proofs"][0]["multipliers"][0]["kappa"] = PRICE + 1
 
 
-def _split_outside(plan: dict[str, Any], made: dict[str, Any]) -> None:
-    tree = made["proof"][0]
-    made["proof"][0] = {"split": "prefill", "at": 99, "low": tree, "high": tree}
+def _share(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    made["proofs"][0]["multipliers"][0]["decode"][0] = PRICE + 1
+
+
+def _a_pair_less(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    made["proofs"][0]["of_pairs"].pop()
+
+
+def _of_no_multipliers(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    made["proofs"][0]["of_pairs"][0] = 99
+
+
+def _of_fewer_rows(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    made["tables"][0]["batch"] = made["proofs"][0]["rows"] = made["rows"] + 1
+
+
+def _other_table(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    made["tables"].append({**made["tables"][0], "kv": "other"})
+    made["engines"][0]["table"] = 1
+
+
+def _other_schema(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    made["schema"] = 1
 
 
 def _no_proof(plan: dict[str, Any], made: dict[str, Any]) -> None:
-    made["proof"] = []
+    made["proofs"] = []
 
 
 FORGED: list[Callable[[dict[str, Any], dict[str, Any]], None]] = [
     _bound, _value, _layer_missing, _bits_not_allowed, _other_bits, _faster, _less_loss,
-    _other_device, _lighter, _less_room, _negative_price, _kappa, _split_outside,
-    _no_proof,
+    _other_device, _lighter, _less_room, _negative_price, _kappa, _share, _a_pair_less,
+    _of_no_multipliers, _of_fewer_rows, _other_table, _other_schema, _no_proof,
 ]  # fmt: skip
 
 
@@ -223,39 +226,25 @@ def test_what_is_forged_is_refused_though_its_digests_are_right(
             pytest.fail(f"seed {seed}")
 
 
-def test_a_bound_without_a_part_of_the_plans_is_noticed() -> None:
-    """A range that ends early leaves plans out: the part above it has a bound of its own."""
-    for _, (plan, made) in _pairs(12):
-        tree = made["proof"][0]
-        made["proof"][0] = {"split": "P", "at": 1e-12, "low": tree, "high": {}}
-        with pytest.raises((Refused, LookupError)):
-            verify(*_signed(plan, made))
-
-
-def _reweighed(rng: random.Random, node: dict[str, Any], classes: list[Any]) -> None:
-    """Give every part of a tree other multipliers that are in their range."""
-    if "split" in node:
-        for side in ("low", "high"):
-            _reweighed(rng, node[side], classes)
-        return
+def _reweighed(rng: random.Random, m: dict[str, Any], classes: list[Any]) -> None:
+    """Give a pair other multipliers that are in their range."""
     for phase in ("prefill", "decode"):
         shares = [rng.random() for _ in classes]
-        total = sum(len(one["devices"]) * x for one, x in zip(classes, shares, strict=True))
-        node[phase] = [x / total * rng.choice([0.0, 0.5, 0.999999]) for x in shares]
+        total = sum(len(names) * x for names, x in zip(classes, shares, strict=True))
+        m[phase] = [int(x / total * rng.choice([0.0, 0.5, 0.999999]) * PRICE) for x in shares]
     scale = rng.choice([0.0, 0.5, 2.0])
-    node["memory"] = [x * scale * rng.random() for x in node["memory"]]
-    node["kappa"], node["loss"] = rng.random(), node["loss"] * 2 * rng.random()
-    node["path"] = rng.random() < 0.7
+    m["memory"] = [int(x * scale * rng.random()) for x in m["memory"]]
+    m["kappa"], m["loss"] = int(rng.random() * PRICE), int(m["loss"] * 2 * rng.random())
+    m["path"] = rng.random() < 0.7
 
 
 def test_no_multipliers_prove_more_than_is_so() -> None:
     rng = random.Random(1)
     for seed, (_, made) in _pairs(40):
-        (variant,), (tree,) = made["variants"], made["proof"]
         for _ in range(3):
-            _reweighed(rng, tree, made["classes"])
-            proven = min(bounds_of(Tables(made, variant), tree)) / UNIT
-            assert proven <= made["value"] * (1 + 1e-9), seed
+            for m in made["proofs"][0]["multipliers"]:
+                _reweighed(rng, m, made["classes"])
+            assert min(bounds(made)) <= made["value"] * (1 + 1e-9), seed
 
 
 @cache
@@ -281,13 +270,14 @@ def _bounded(seed: int) -> tuple[float, dict[str, Any]] | None:
     made = {
         "rows": 4,
         "exactly": None,
+        "most_waves": MOST_WAVES,
+        "tables": [],
         "gen_len": p.workload.gen_len,
         "theta": p.theta,
         "budget": budget,
-        "classes": [{"devices": [device.name for device in cls.devices]} for cls in p.classes],
-        "choices": [choice.value for choice in p.choices],
-        "proofs": engine_proofs(p, options, found.bound, found.most),
+        "classes": [[device.name for device in cls.devices] for cls in p.classes],
     }
+    made = with_tables(made, engine_proofs(p, options, found.bound, found.most))
     return found.value, json.loads(json.dumps(made))
 
 
@@ -301,9 +291,9 @@ def _topologies(count: int) -> Iterator[tuple[int, float, dict[str, Any]]]:
 def test_no_engines_are_below_what_their_proofs_say() -> None:
     near = whole = 0
     for seed, value, made in _topologies(300 if ALL else 12):
-        parts, bound = engine_bounds(made)
-        assert parts > 0 and bound / UNIT <= value * (1 + 1e-9), seed
-        near += bound / UNIT > 0.9 * value
+        bound = min(bounds(made))
+        assert bound <= value * (1 + 1e-9), seed
+        near += bound > 0.9 * value
         whole += 1
     assert whole > 5 and near > whole / 2
 
@@ -313,7 +303,7 @@ def _fewer_rows(made: dict[str, Any]) -> None:
 
 
 def _one_wave_less(made: dict[str, Any]) -> None:
-    made["proofs"][0]["waves"].pop()
+    made["proofs"].pop()
 
 
 def _no_proofs(made: dict[str, Any]) -> None:
@@ -325,7 +315,7 @@ def _no_rows(made: dict[str, Any]) -> None:
 
 
 def _fewer_steps(made: dict[str, Any]) -> None:
-    made["proofs"][0]["waves"][0]["variants"][0]["decode"][0]["count"] -= 1
+    made["tables"][0]["decode"][0]["count"] -= 1
 
 
 @pytest.mark.parametrize("forge", [_fewer_rows, _one_wave_less, _no_proofs, _no_rows, _fewer_steps])
@@ -335,7 +325,7 @@ def test_proofs_of_engines_that_lack_something_are_refused(
     for seed, _, made in _topologies(6):
         forge(made)
         with pytest.raises((Refused, LookupError, ValueError)):
-            engine_bounds(made)
+            bounds(made)
             pytest.fail(f"seed {seed}")
 
 

@@ -386,8 +386,10 @@ def test_what_cannot_say_shares_names_what_can(
 @pytest.mark.parametrize(("engine", "flag"), [
     ("vllm", "--max-model-len 4600 "), ("sglang", "--context-length 4600 "),
     ("llamacpp", "--ctx-size 9600 --parallel 8 --kv-unified"),
+    ("vllm", "--max-num-batched-tokens 512"), ("sglang", "--chunked-prefill-size 512"),
+    ("llamacpp", "--batch-size 512"),
 ])  # fmt: skip
-def test_live_traffic_s_longest_request_is_served(engine: str, flag: str) -> None:
+def test_live_traffic_s_longest_request_and_steps_are_the_engine_s(engine: str, flag: str) -> None:
     seconds = {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0}
     served = dict.fromkeys(("ttft_s", "tpot_s", "latency_s"), seconds)
     rates = {"attained": 1.0, "goodput_per_s": 1.0, "requests_per_s": 1.0}

@@ -205,7 +205,7 @@ def test_a_plan_predicts_what_its_simulation_gives(
 ) -> None:
     """At the rate that was given, also where only the steady state of the engines is known."""
     path = tmp_path / "plan.json"
-    words = ["--devices", "t4,v100", "--rate", "12", "--ttft", "1", "--prefer", "speed", *limit]
+    words = ["--devices", "t4:2", "--rate", "12", "--ttft", "1", "--prefer", "speed", *limit]
     plan = _planned(words, path)
     assert plan.plans[0].traffic is not None
     assert isinstance(plan, Topology) or limit
@@ -322,6 +322,8 @@ def test_few_requests_are_all_compared_by(
 ) -> None:
     _planned(["--devices", "t4", "--rate", "3"], tmp_path / "plan.json")
     text = capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "plan.json")]) == 2
+    assert "is of live traffic, whose rate is simulated" in capsys.readouterr().err
     assert "requests alone" not in text and "this plan: " in text
     assert "on T4: live traffic, " in text and "sent at once" not in text
 

@@ -1,0 +1,147 @@
+"""The search of the highest rate, on limits that are known, and on an engine of a simple clock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from llmpq.planner.simulated import EngineModel, StepRows
+from llmpq.planner.traffic.rates import (
+    RATE_STEP,
+    highest_lasting,
+    requests_at_once,
+    too_late_alone,
+)
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.service_measures import ServiceLimits
+from llmpq.traffic import Arrival
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.mark.parametrize(
+    ("first", "most", "highest", "tried"),
+    [
+        # As many as full engines end last: nothing more to look for.
+        (10, 10, math.inf, [10]),
+        # Too high: 0.7 times as many twice, then 0.4 times as many; then halves of what is between.
+        (100, 100, 9, [100, 70, 49, 19.6, 7.84, 11.2, 9.52, 8.68, 9.1]),
+        # The guess lasts: up by 1 / 0.7, not above the most there can be.
+        (10, 13, math.inf, [10, 13]),
+        (10, 100, 12, [10, 10 / 0.7, 12.142857, 11.071428, 11.607142]),
+    ],
+)
+def test_rates_are_tried_in_this_order(
+    first: float, most: float, highest: float, tried: list[float]
+) -> None:
+    asked = []
+
+    def lasts(rate: float) -> bool:
+        asked.append(rate)
+        return rate <= highest
+
+    found, _ = highest_lasting(lasts, lambda _: True, first=first, most=most)
+    assert asked == pytest.approx(tried)
+    assert found == max(rate for rate in asked if rate <= highest)
+    assert found >= (1 - RATE_STEP) * min(highest, most)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_requests_far_apart_are_asked_once_where_three_rates_are_too_high(apart: bool) -> None:
+    asked, rates = [], []
+
+    def kept_far_apart(rate: float) -> bool:
+        asked.append(rate)
+        return apart
+
+    def lasts(rate: float) -> bool:
+        rates.append(rate)
+        return False
+
+    assert highest_lasting(lasts, kept_far_apart, first=1.0, most=1.0)[0] == 0
+    assert asked == pytest.approx([0.49]) and len(rates) == (12 if apart else 3)
+
+
+@pytest.mark.parametrize(("late_at", "found"), [(1, None), (2, 10)])
+def test_a_search_that_is_late_has_the_best_rate_so_far_or_none(
+    late_at: int, found: float | None
+) -> None:
+    asked = []
+
+    def lasts(rate: float) -> bool:
+        asked.append(rate)
+        if len(asked) == late_at:
+            raise TimeoutError
+        return True
+
+    if found is None:
+        with pytest.raises(TimeoutError):
+            highest_lasting(lasts, lambda _: True, first=10, most=20)
+    else:
+        assert highest_lasting(lasts, lambda _: True, first=10, most=20)[0] == found
+
+
+@dataclass(frozen=True)
+class _TenMsAToken:
+    """A stage that takes 10 ms a token, of a prompt or of an answer."""
+
+    def seconds(self, rows: StepRows) -> float:
+        return 0.01 * rows.tokens
+
+    def hop(self, rows: StepRows) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+def _engine(*, blocks: int = 100, rows: int = 8) -> EngineModel:
+    limits = PoolLimits(
+        num_blocks=blocks, max_rows=rows, max_len=4096, step_tokens=4096, decode_rows=rows
+    )
+    return EngineModel(limits=limits, stages=(_TenMsAToken(),), first_is_cpu=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ttft_s", "late"),
+    [
+        # Of ten requests one may be late: that of 300 tokens (3 s). The next longest takes 2 s.
+        ([300, 200, *[100] * 8], 2.5, False),
+        ([300, 200, *[100] * 8], 1.9, True),
+        # Of nine none may be: 0.9 of 9 is above 8.
+        ([300, *[100] * 8], 2.5, True),
+        ([300, *[100] * 8], 3.5, False),
+        # Of twenty two may be.
+        ([300, 300, *[100] * 18], 1.5, False),
+        ([300, 300, 300, *[100] * 17], 1.5, True),
+        ([300], 2.5, True),
+        ([300], None, False),
+    ],
+)
+def test_no_rate_is_kept_where_too_many_prompts_take_too_long_alone(
+    prompts: list[int], ttft_s: float | None, late: bool
+) -> None:
+    traffic = [Arrival(float(at), tokens, 4) for at, tokens in enumerate(prompts)]
+    assert too_late_alone([_engine()], traffic, ServiceLimits(ttft_s=ttft_s)) is late
+
+
+def test_nothing_is_said_of_prompts_that_begin_alike() -> None:
+    """The second request finds the first one's prompt in the prefix cache."""
+    traffic = [Arrival(0.0, 1024, 4, (1, 2)), Arrival(100.0, 1024, 4, (1, 2))]
+    assert not too_late_alone([_engine()], traffic, ServiceLimits(ttft_s=1.0))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "rows", "running"),
+    [
+        (100, 8, 8),  # rows
+        (4, 8, 2),  # 4 blocks of 128 tokens hold two requests of 256
+        (1, 8, 1),  # one at least
+    ],
+)
+def test_requests_at_once_are_bounded_by_rows_and_by_the_pool(
+    blocks: int, rows: int, running: int
+) -> None:
+    traffic = [Arrival(0.0, 192, 64)] * 5
+    engine = _engine(blocks=blocks, rows=rows)
+    assert requests_at_once([engine], traffic) == running
+    assert requests_at_once([engine, engine], traffic) == 2 * running
