@@ -191,7 +191,8 @@ def traffic_lines(
             lines.append(f"{name}: the same")
         else:
             lines.append(f"{name}: {_gives(one, objective)} ({_engines(one)})")
-    searched = f"{found.tried} plans of engines were compared by their steady state"
+    plans = "plan of engines was" if found.tried == 1 else "plans of engines were"
+    searched = f"{found.tried} {plans} compared by their steady state"
     lines.append(searched if found.complete else f"{searched}; --time-limit ended the search")
     return lines
 

@@ -9,6 +9,7 @@ step and simulated; the simulator decides.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -115,6 +116,9 @@ class _Search:
     planner: EnginePlanner
     vectors: CountVectors
     deadline_s: float
+    planning_ends_at: float
+    """Time of `time.perf_counter` at which engines are planned no more: where the machine is slow,
+    the user's limit would be over before any was simulated."""
     traffic: NamedTraffic
     objective: TrafficObjective
     known: dict[tuple[Vector, int, int], EnginePlan | None] = field(default_factory=dict)
@@ -124,6 +128,11 @@ class _Search:
 
     def left_s(self) -> float:
         return self.deadline_s - now_s()
+
+    @property
+    def planned_enough(self) -> bool:
+        """Whether no more engines are planned, for the time that this takes."""
+        return self.left_s() < 0 or time.perf_counter() > self.planning_ends_at
 
     def engine(self, v: Vector, requests: int, step_tokens: int) -> EnginePlan | None:
         """Return the plan of an engine of alike devices, solved once."""
@@ -243,13 +252,14 @@ def _searched(
     traffic: NamedTraffic,
     objective: TrafficObjective,
 ) -> TrafficAnswer:
-    timer, start_s = Timer(), now_s()
+    timer, start_s, began = Timer(), now_s(), time.perf_counter()
     lengths = MeanLengths.of(traffic)
     grouped = with_groups(problem, options.kvs) if options.groups else None
     search = _Search(
         planner=EnginePlanner(problem, options, path, lengths, traffic.limits),
         vectors=CountVectors(problem if grouped is None else grouped.problem),
         deadline_s=start_s + options.time_limit_s * SOLVING_SHARE,
+        planning_ends_at=began + (options.ends_at - began) * SOLVING_SHARE,
         traffic=traffic,
         objective=objective,
     )
@@ -354,14 +364,14 @@ def _plan_all(search: _Search) -> bool:
     order = list(dict.fromkeys(wanted))
     for requests in REQUESTS_AT_ONCE:
         for v in order:
-            if search.left_s() < 0 and search.known:
+            if search.planned_enough and search.known:
                 return False
             search.engine(v, requests, STEP_TOKENS[0])
     for step_tokens in STEP_TOKENS[1:]:
         for v in order:
             best = search.best_of(v)
             requests = REQUESTS_AT_ONCE[0] if best is None else best.plan.workload.batch
-            if search.left_s() < 0:
+            if search.planned_enough:
                 return search.vectors.complete
             search.engine(v, requests, step_tokens)
     return search.vectors.complete

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from llmpq.planner.make import make_plan
 from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
 from llmpq.planner.problem.requests import PlanRequest, TrafficFlags
 from llmpq.planner.simulated import EngineModel, simulate
+from llmpq.planner.traffic import traffic_search
 from llmpq.planner.traffic.engine_plans import EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.rates import highest_rate, kept_apart
@@ -141,6 +144,18 @@ def test_traffic_keeps_the_time_limit_though_no_rate_was_found(
     text = " ".join(capsys.readouterr().out.split())
     assert "highest rate: not found before --time-limit ended the search; in a steady" in text
     assert ("requests within TTFT 1 s" in text) == ("--ttft" in words)
+
+
+def test_on_a_slow_machine_fewer_engines_are_planned_and_those_are_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the time of day, the share of the limit for plans is over as soon as there is one."""
+    times = SimpleNamespace(perf_counter=chain([0.0], repeat(math.inf)).__next__)
+    monkeypatch.setattr(traffic_search, "time", times)
+    plan = _planned(["--devices", "t4", "--rate", "3"], tmp_path / "plan.json")
+    traffic = plan.plans[0].traffic
+    assert traffic is not None and traffic.highest_rate_per_s is not None
+    assert "1 plan of engines was compared" in " ".join(capsys.readouterr().out.split())
 
 
 def test_cards_share_stages_of_live_traffic_where_that_is_quickest(tmp_path: Path) -> None:
