@@ -89,10 +89,12 @@ def _engines(request: ExportRequest, topology: Topology) -> Exported:
         )
     ports = range(FIRST_PORT, FIRST_PORT + count)
     lines = [*files] if len(set(nodes)) == 1 else []
-    lines += [f"# {count} engines, a server each; a load balancer sends them these shares of rows:"]
+    lines += [
+        f"# {count} engines, a server each; a load balancer sends them these shares of requests:"
+    ]
     blocks: dict[str, list[str]] = {node: [] for node in nodes}
-    for number, (one, share, port) in enumerate(zip(each, topology.engines, ports, strict=True)):
-        part = share.rows / topology.workload.batch
+    parts = request_shares(topology)
+    for number, (one, part, port) in enumerate(zip(each, parts, ports, strict=True)):
         own = [line for line in one.text.rstrip().splitlines() if line not in files]
         blocks[nodes[number]] += [
             f"# engine {number}, port {port}: {part:.1%}",
@@ -117,6 +119,17 @@ def _engines(request: ExportRequest, topology: Topology) -> Exported:
         not_expressed=tuple(missing),
         warnings=tuple(dict.fromkeys(line for one in each for line in one.warnings)),
     )
+
+
+def request_shares(topology: Topology) -> list[float]:
+    """Return the share of the requests of each engine: its rows, or under live traffic its speed.
+
+    Of live traffic rows are those at once, of a slow engine as many as of a quick one.
+    """
+    speeds = [share.tokens_per_s for share in topology.engines if share.plan.traffic]
+    known = [speed for speed in speeds if speed]
+    each = known if len(known) == len(topology.engines) else [s.rows for s in topology.engines]
+    return [one / sum(each) for one in each]
 
 
 def _node_of(plan: Plan, number: int, to: str) -> str:

@@ -17,6 +17,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.cli.show_plan import best_answer
+from llmpq.planner.export import request_shares
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
@@ -233,6 +234,23 @@ def test_a_page_and_exports_have_every_engine(
     assert "--port 8000" in script and "--port 8001" in script
     assert main(["export", str(out), "--to", "accelerate"]) == 2
     assert "--to accelerate writes one engine's plan, this one has 2" in capsys.readouterr().err
+
+
+def test_live_traffic_is_shared_by_speed_and_batches_by_rows(two_engines: Path) -> None:
+    """Both run 8 requests at once: one 8 x 256 tokens in 3 s, the other in 1 s."""
+    found = read_plan(two_engines / "plan.json")
+    assert isinstance(found, Topology)
+    engines = []
+    for engine, total_s in zip(found.engines, (3.0, 1.0), strict=True):
+        assert engine.plan.predicted is not None
+        predicted = engine.plan.predicted.model_copy(update={"total_s": total_s})
+        plan = engine.plan.model_copy(update={"predicted": predicted})
+        engines.append(engine.model_copy(update={"plan": plan}))
+    batch = found.model_copy(update={"engines": tuple(engines)})
+    assert request_shares(batch) == [0.5, 0.5]
+    traffic: Any = {"traffic": SimpleNamespace()}
+    live = [one.model_copy(update={"plan": one.plan.model_copy(update=traffic)}) for one in engines]
+    assert request_shares(batch.model_copy(update={"engines": tuple(live)})) == [0.25, 0.75]
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
