@@ -113,6 +113,7 @@ FEATURES: tuple[Feature, ...] = (
         "weights on what experts are given", lambda s, _: s.router.weighs_input, "gpu_rounded"
     ),
     _feature("gated attention", lambda spec, _: spec.attention_gate, "gpu_rounded"),
+    _feature("a gate for each head of attention", lambda s, _: s.head_gate, "gpu_rounded"),
     _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "gpu_rounded"),
     _feature("rope frequencies that change with the length", _changing_rope, "drafts"),
     _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),

@@ -152,6 +152,9 @@ class ModelSpec:
     """What the MLP gives is multiplied by this."""
     attention_gate: bool = False
     """Attention's output times the sigmoid of a gate of its own, made beside the queries."""
+    head_gate: bool = False
+    """Attention's output, head by head, times the sigmoid of a number of its own, made of what
+    attention reads."""
     shared_gate: bool = False
     """What the shared MLP gives is multiplied by the sigmoid of one number a token."""
     recurrent: Recurrent | None = None
@@ -459,8 +462,8 @@ class ModelSpec:
     def kept_whole(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a layer's parts that are never quantised, beside norms and biases of linears.
 
-        Norms of queries and keys, router, sinks, the matrix that makes keys and values, and the two
-        numbers of a learned activation.
+        Norms of queries and keys, router, sinks, gates of heads, the matrix that makes keys and
+        values, and the two numbers of a learned activation.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         if self.activation == "xielu" and self.has_mlp:
@@ -503,6 +506,8 @@ class ModelSpec:
                     shapes[f"{name}.bias"] = shape
         if self.sinks:
             shapes["sinks"] = (self.heads,)
+        if self.head_gate:
+            shapes["head_gate.weight"] = (self.heads, self.hidden)
         if self.latent is not None:
             shapes["kv_norm.weight"] = (self.latent.kv_rank,)
             made = self.heads * (self.latent.nope_dim + self.latent.v_dim)

@@ -203,6 +203,8 @@ class Member:
                 found[f"k_norm.{kind}"] = PartSlice(rows=_runs(kv, dim))
         if whole.sinks:
             found["sinks"] = PartSlice(rows=_runs(heads, 1))
+        if whole.head_gate:
+            found["head_gate.weight"] = PartSlice(rows=_runs(heads, 1))
         return found
 
     def _mlp_cuts(self, whole: ModelSpec, owner: str, width: int) -> dict[str, PartSlice]:

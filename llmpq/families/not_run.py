@@ -25,7 +25,6 @@ WITHOUT_EQUATION = (
     "a record of this family (what its layers compute and what its tensors are called)"
 )
 
-PER_HEAD = "a gate for each head of attention"
 RECURRENT = "this family's form of recurrent layers (linear attention, state-space layers)"
 _MAMBA1 = "Mamba-1 layers"
 _ENCODER = "encoder layers: it runs decoder-only models"
@@ -44,10 +43,9 @@ FEATURE_OF = {
     "nanochat": "norms without weights",
     "hrm_text": "norms without weights, and layers that run several times",
     "laguna": "gates of softplus, and a number of heads for each layer",
-    "step3p5": PER_HEAD,
-    "step3p7": PER_HEAD,
-    "lfm3": PER_HEAD,
-    "bailing_hybrid": f"{PER_HEAD}, and decays of KDA from one matrix",
+    "step3p5": "a number of heads for each layer, and clamps behind activations",
+    "step3p7": "a number of heads for each layer, and clamps behind activations",
+    "bailing_hybrid": "decays of KDA from one matrix",
     "kolibri1": "a router whose corrections are added to logits",
     "axk1": "a norm behind mixtures alone",
     "axk2": "norms with gates",

@@ -26,7 +26,7 @@ from llmpq.profiler.quantize.layer_walk import Hessian, LayerView
 READERS = {
     "attn_norm": (
         *("qkv", "qk", "q", "q_a", "kv_a", "mixer_in", "step"),
-        *("index_k", "index_weights"),
+        *("index_k", "index_weights", "head_gate"),
     ),
     "mlp_norm": ("gate_up", "up", "router", "shared_gate"),
 }

@@ -242,6 +242,7 @@ def _is_plain(attention: Attention) -> bool:
     return not (
         not all(map(_is_rms, heads))
         or attention.late_norms
+        or attention.gate_Hh is not None
         or attention.limit > 0
         or any(norm.shape[0] != attention.head_dim for norm in heads)
         or len({norm.eps for norm in heads}) > 1

@@ -56,8 +56,12 @@ class Attention(nn.Module):
         k_norm: Norm | None = None,
         rule: ScoreRule | None = None,
         sharing: Sharing | None = None,
+        gate_Hh: Tensor | None = None,
     ) -> None:
-        """`sharing`: whose keys and values it attends to, where they are not its own alone."""
+        """`sharing`: whose keys and values it attends to, where they are not its own alone.
+
+        `gate_Hh`: what makes a gate for each head.
+        """
         super().__init__()
         self.qkv, self.called = qkv, spec.attention_input
         """What makes queries, and what that is called: keys and values may be made, too."""
@@ -73,6 +77,7 @@ class Attention(nn.Module):
         self.scale = spec.head_dim**-0.5 if spec.score_factor is None else spec.score_factor
         self.gated = spec.attention_gate
         """Whether qkv ends with a gate [H, D] of what attention gives."""
+        self.gate_Hh = gate_Hh
         self.late_norms = spec.qk_norm_late
         """Whether queries and keys are normalised behind their rotation."""
         self.limit = spec.qkv_limit
@@ -124,6 +129,7 @@ class Attention(nn.Module):
             qkv, gate = qkv.split([self.heads + 2 * self.kv_heads, self.heads], dim=2)
         q, k, v = self._made(qkv, step)
         q = self.grown(q, step)
+        of_heads = self.gate_of_heads(x_BQh)
         del qkv, x_BQh
         if self.sharing.read_by_others:
             kv.keep_for_readers(layer, step)
@@ -132,7 +138,15 @@ class Attention(nn.Module):
         del q, k, v
         if gate is not None:
             out_BQHD = out_BQHD * gate.sigmoid()
+        if of_heads is not None:
+            out_BQHD = out_BQHD.mul_(of_heads)
         return out_BQHD.reshape(batch, q_len, self.heads * self.head_dim)
+
+    def gate_of_heads(self, x_BQh: Tensor) -> Tensor | None:
+        """Return what each head's output is multiplied by, [B, Q, H, 1], where it is gated so."""
+        if self.gate_Hh is None:
+            return None
+        return functional.linear(x_BQh, self.gate_Hh).sigmoid_()[..., None]
 
     def _made(self, qkv_BQND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """Return normalised q, k and v with positions; k and v may be another layer's."""
@@ -555,12 +569,12 @@ def held_weights(part: nn.Module) -> list[HeldBytes]:
     if not known and not hasattr(part, "holds_weights"):
         return []
     if isinstance(part, Attention):
-        sinks = part.rule.sinks_H
-        return [] if sinks is None else [HeldBytes(id(sinks), sinks.nbytes)]
+        own = (part.rule.sinks_H, part.gate_Hh)
+        return [HeldBytes(id(held), held.nbytes) for held in own if held is not None]
     # Constants that a layer's place makes, a few numbers, no plan counts: as rotary frequencies.
     read = [held for name, held in vars(part).items() if not name.startswith("fixed_")]
-    own = [*read, *(vars(part).get("weights") or ())]
-    tensors = [held for held in own if isinstance(held, Tensor)]
+    read += vars(part).get("weights") or ()
+    tensors = [held for held in read if isinstance(held, Tensor)]
     found = [HeldBytes(id(tensor), tensor.nbytes) for tensor in tensors]
     if isinstance(part, Linear):
         weight = part.weight

@@ -264,6 +264,7 @@ class Wiring:
             k_norm=None if spec.reads_kv else self._head_norm(spec, parts, "k_norm"),
             rule=rule,
             sharing=self._sharing(index),
+            gate_Hh=parts.tensor("head_gate.weight") if spec.head_gate else None,
         )
 
     @staticmethod

@@ -381,6 +381,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5Text", {**DELTA_RULE, "head_dim": 32}),
     "qwen3_5_moe": ("Qwen3_5MoeText", {**DELTA_RULE, **GATED_MIXTURE, "head_dim": 32}),
     "lfm2": ("Lfm2", {**SHORT_CONV, "conv_bias": True, "block_multiple_of": 16}),
+    "lfm3": (
+        "Lfm3",
+        {
+            "num_hidden_layers": 4,
+            "conv_L_cache": 7,
+            "conv_bias": True,
+            "head_dim": 32,
+            "pad_token_id": 0,
+            "sliding_window": WINDOW,
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+            "tie_word_embeddings": False,
+        },
+    ),
     "lfm2_moe": (
         "Lfm2Moe",
         {

@@ -15,9 +15,17 @@ ATTENTION = ("attention", "full_attention")
 
 
 def mixers(
-    config: Config, default: list[str], *, recurrent: Collection[str], key: str = "layer_types"
+    config: Config,
+    default: list[str],
+    *,
+    recurrent: Collection[str],
+    windowed: str | None = None,
+    key: str = "layer_types",
 ) -> tuple[Mixer, ...]:
-    """Return what mixes each layer's tokens; `recurrent`: what the family calls such layers."""
+    """Return what mixes each layer's tokens; `recurrent`: what the family calls such layers.
+
+    `windowed`: what it calls layers of attention that see a window, where it has some.
+    """
     given = config.get(key)
     kinds = default if given is None else given
     count = size(config, "num_hidden_layers")
@@ -26,11 +34,12 @@ def mixers(
             f"config.json: '{key}' must name the kind of each of {count} layers; correct it or "
             "download config.json again"
         )
-    other = sorted({str(kind) for kind in kinds} - {*ATTENTION, *recurrent})
+    attention = ATTENTION if windowed is None else (*ATTENTION, windowed)
+    other = sorted({str(kind) for kind in kinds} - {*attention, *recurrent})
     if other:
         raise ValueError(
             f"config.json: layers of type '{other[0]}' are not supported; expected "
-            + " or ".join(f"'{kind}'" for kind in (ATTENTION[1], *sorted(recurrent)))
+            + " or ".join(f"'{kind}'" for kind in (*attention[1:], *sorted(recurrent)))
         )
     return tuple("recurrent" if kind in recurrent else "attention" for kind in kinds)
 

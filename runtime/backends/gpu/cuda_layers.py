@@ -389,7 +389,11 @@ def product(
 
 def attention(part: Attention, x_BQh: Tensor, index: int, step: Step, kv: KVCache) -> Tensor:
     """Return attention(q, k, v) [B, Q, H * D] of cache layer `index`, before the output product."""
-    return attend(part, product(part.qkv, x_BQh), index, step, kv)
+    out_BQN = attend(part, product(part.qkv, x_BQh), index, step, kv)
+    of_heads = part.gate_of_heads(x_BQh)
+    if of_heads is not None:
+        out_BQN.unflatten(-1, (part.heads, -1)).mul_(of_heads)
+    return out_BQN
 
 
 def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache) -> Tensor:

@@ -45,8 +45,8 @@ def spec_of(model: str, **change: Any) -> ModelSpec:
         ("axk1", "a norm behind mixtures alone"),
         ("longcat_flash", "two attentions a layer"),
         ("nanochat", "norms without weights"),
-        ("lfm3", "a gate for each head of attention"),
-        ("bailing_hybrid", "a gate for each head of attention, and decays of KDA"),
+        ("step3p5", "a number of heads for each layer, and clamps behind activations"),
+        ("bailing_hybrid", "decays of KDA from one matrix"),
         ("qwen4", "a record of this family"),
     ],
 )

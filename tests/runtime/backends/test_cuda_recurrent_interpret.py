@@ -38,6 +38,7 @@ KINDS = (
     "qwen3_5",
     "lfm2",
     "lfm2_moe",
+    "lfm3",
     "bamba",
     "falcon_h1",
     "falcon_h1 without its norm",

@@ -36,7 +36,7 @@ from reference.open_stages import OpenStages
 pytestmark = pytest.mark.cpu
 NEW = 12
 """As in tests/runtime/conftest.py."""
-FORMS = ("qwen3_next", "lfm2", "bamba", "kimi_linear", "minimax")
+FORMS = ("qwen3_next", "lfm2", "lfm3", "bamba", "kimi_linear", "minimax")
 """Kinds whose recurrent layers are of each form."""
 COUNTS = (1, 2, 63, 64, 65, 7)
 

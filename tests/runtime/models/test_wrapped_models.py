@@ -30,6 +30,7 @@ TINY = {
     "max_img_size": 64,
     "vocab_size": 64,
     "image_size": 32,
+    "layer_types": None,
 }
 """What towers have of it."""
 INSIDE = {
@@ -37,6 +38,7 @@ INSIDE = {
     "deepseek_vl": "arcee",
     "minicpm_ocr": "qwen3_5",
     "glmga": "glm4v",
+    "lfm3_vl": "lfm3",
 }
 """Wrapper -> a kind with the options of the language model that it has by default."""
 OWN = {"rope_parameters", "head_dim", "attention_bias", "mlp_bias"}
