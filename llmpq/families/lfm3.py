@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import lfm2, llama
-from llmpq.families.common.config_values import Config, expect, flag, size
+from llmpq.families.common.config_values import Config, flag, size
 from llmpq.families.common.recurrent_config import mixers
 from llmpq.families.common.rope import window_theta
 from llmpq.families.common.rotary_families import FULL, SLIDING, rotary_fields, windows
@@ -25,13 +25,14 @@ CONV, EVERY = "conv", 4
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    expect(config, "attention_bias", False, default=False)
     base = rotary_fields(config, eps_key="norm_eps")
     kinds = _kinds(config)
-    bias = flag(config, "conv_bias")
+    conv_bias, bias = (flag(config, f"{part}_bias") for part in ("conv", "attention"))
     return {
         **base,
         "norm_order": "both" if flag(config, "use_sandwich_norm") else "pre",
+        "qkv_bias": bias,
+        "o_bias": bias,
         "qk_norm": True,
         "head_gate": flag(config, "use_attention_gate"),
         "mixers": mixers(config, kinds, recurrent={CONV}, windowed=SLIDING),
@@ -41,8 +42,8 @@ def fields(config: Config) -> dict[str, Any]:
             kind="short_conv",
             taps=size(config, "conv_L_cache"),
             channels=base["hidden"],
-            bias=bias,
-            conv_bias=bias,
+            bias=conv_bias,
+            conv_bias=conv_bias,
         ),
     }
 

@@ -387,6 +387,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
             "conv_L_cache": 7,
             "conv_bias": True,
+            "attention_bias": True,
             "head_dim": 32,
             "pad_token_id": 0,
             "sliding_window": WINDOW,
