@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol, get_args
 
+from llmpq.capabilities import execution_modes, lacking_sentence, packed_kv_sentence
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
+from llmpq.devices.device_spec import device_specs
 from llmpq.memory import mtp_weight_bytes
 from llmpq.model_spec import LinearShape, ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, StagePlan
@@ -112,12 +114,30 @@ def choose_mode(
     return best
 
 
+def kv_refusal(plan: Plan, spec: ModelSpec, kv: KVPrecision) -> str | None:
+    """Return why a plan's devices do not run a cache, or a copy of one, of so many bits, if so."""
+    gpu = not all(stage.is_cpu for stage in plan.stages)
+    ways = execution_modes(gpu=gpu, kv=kv, drafts=False, dtype=plan.workload.dtype)
+    longest = min(plan.workload.max_len, spec.max_positions)
+    lacking = lacking_sentence(spec, ways, max_len=longest)
+    if lacking is not None or kv is KVPrecision.KV16:
+        return lacking
+    known = device_specs()
+    kinds = {place.kind for place in plan.places} & known.keys()
+    return packed_kv_sentence((kind, known[kind]) for kind in sorted(kinds))
+
+
 def usable_modes(
-    plan: Plan, kept: Collection[Precision] = frozenset(), *, mtp: bool = False
+    plan: Plan,
+    kept: Collection[Precision] = frozenset(),
+    *,
+    mtp: bool = False,
+    packed_copies: bool = True,
 ) -> tuple[SpeculationMode, ...]:
     """Return the modes that make something of this plan cheaper.
 
-    `mtp`: whether the model has a head of its own that predicts a further token.
+    `mtp`: whether the model has a head of its own that predicts a further token. `packed_copies`:
+    whether the devices read a cache's copy of 4 bits.
     `kept`: precisions whose layers keep a checkpoint's own codes (checkpoints/stored_codes.py),
     which qspec would draft with at the target's cost.
     """
@@ -128,7 +148,7 @@ def usable_modes(
             return True
         if mode == "mtp":
             return mtp
-        if mode in READS_KV4 and not plain_cache:
+        if mode in READS_KV4 and not (plain_cache and packed_copies):
             return False
         linear = plan.precisions if mode != "qspec" else set(plan.precisions) - set(kept)
         return mode == "kv4" or any(p in DRAFT_PRECISION[mode] for p in linear)

@@ -18,6 +18,8 @@ from llmpq.errors import DoesNotFitError
 from llmpq.member_memory import planned_shape
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, Speculation
+from llmpq.precision import KVPrecision
+from llmpq.sizes.pool_size import READS_KV4
 from llmpq.sizes.prefix_states import with_prefix_states
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
@@ -26,6 +28,7 @@ from llmpq.speculation import (
     SpeculationMode,
     best_gamma,
     draft_bytes,
+    kv_refusal,
     usable_modes,
 )
 from llmpq.units import format_size
@@ -51,7 +54,11 @@ def with_speculation(
     context = plan.workload.prompt_len + plan.workload.gen_len / 2
     rows = plan.decode_microbatch
     mtp = has_mtp_head(plan.model.path, spec)
-    usable = usable_modes(plan, stored_codes(plan.model.path), mtp=mtp)
+    no_copies = kv_refusal(plan, spec, KVPrecision.KV4)
+    if no_copies is not None and asked in READS_KV4:
+        raise ValueError(no_copies)
+    stored = stored_codes(plan.model.path)
+    usable = usable_modes(plan, stored, mtp=mtp, packed_copies=no_copies is None)
 
     def best(mode: SpeculationMode) -> tuple[int, float]:
         return best_gamma(

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from llmpq.capabilities import execution_modes, packed_kv_sentence, require
 from llmpq.cost_model import CostModel
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
@@ -31,6 +30,7 @@ from llmpq.speculation import (
     SpeculationMode,
     StepTimes,
     choose_mode,
+    kv_refusal,
     usable_modes,
 )
 from llmpq.units import format_size
@@ -55,7 +55,8 @@ def complete_plan(
     `ValueError` what GPUs do not run.
     """
     plan = _with_kv(plan, spec, options)
-    options = decide_drafts(plan, options, stored, mtp=mtp)
+    packed = kv_refusal(plan, spec, KVPrecision.KV4) is None
+    options = decide_drafts(plan, options, stored, mtp=mtp, packed_copies=packed)
     _require_kv(plan, spec, options)
     planned = None if plan.speculation is None else plan.speculation.mode
     if options.draft_mode != planned:  # the plan counts what its own drafts keep
@@ -74,15 +75,9 @@ def _require_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> None:
     work = plan.workload
     copies = (KVPrecision.KV4,) if options.draft_mode in READS_KV4 else ()
     for kv in (work.kv, *copies):
-        gpu = not all(stage.is_cpu for stage in plan.stages)
-        ways = execution_modes(gpu=gpu, kv=kv, drafts=False, dtype=work.dtype)
-        require(spec, ways, max_len=min(work.max_len, spec.max_positions))
-        if kv is not KVPrecision.KV16:
-            known = device_specs()
-            kinds = {place.kind for place in plan.places} & known.keys()
-            lacking = packed_kv_sentence((kind, known[kind]) for kind in sorted(kinds))
-            if lacking is not None:
-                raise ValueError(lacking)
+        refusal = kv_refusal(plan, spec, kv)
+        if refusal is not None:
+            raise ValueError(refusal)
 
 
 def _with_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> Plan:
@@ -130,13 +125,14 @@ def decide_drafts(
     stored: Collection[Precision] = frozenset(),
     *,
     mtp: bool = False,
+    packed_copies: bool = True,
 ) -> EngineOptions:
     """Return the options with who drafts (`speculate`), how many tokens (`gamma`), by which times.
 
     `speculate` None means plain decoding then, `gamma` None a length chosen from step times: of
     `costs`, or of a whole model on a GPU, which times its own steps. `stored`: precisions whose
-    layers have a checkpoint's own codes; `mtp`: whether it has a head that predicts a further
-    token. `ValueError` says why an option cannot be obeyed.
+    layers have a checkpoint's own codes; `mtp`, `packed_copies`: as of `usable_modes`, this for
+    `speculate` auto. `ValueError` says why an option cannot be obeyed.
     """
     mode, gamma, costs = options.speculate, options.gamma, options.costs
     if mode == "off" or (mode is None and plan.speculation is None):
@@ -163,7 +159,8 @@ def decide_drafts(
         if gamma is None and costs is None:
             length = plan.speculation.gamma
     if mode == "auto":
-        chosen = _mode_of_times(plan, costs, usable_modes(plan, stored, mtp=mtp))
+        usable = usable_modes(plan, stored, mtp=mtp, packed_copies=packed_copies)
+        chosen = _mode_of_times(plan, costs, usable)
         if chosen is None:
             return replace(options, speculate=None, gamma=None, costs=None)
         mode = chosen

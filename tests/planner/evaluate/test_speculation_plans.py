@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
 from llmpq.errors import DoesNotFitError
+from llmpq.families.common.spec_values import Indexer
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MemoryForm
 from llmpq.planner.evaluate.add_drafts import with_speculation
@@ -14,6 +17,7 @@ from llmpq.precision import Precision
 from llmpq.speculation import draft_bytes
 
 pytestmark = pytest.mark.pure
+INDEXER = Indexer(heads=4, dim=16, topk=8)
 CPUS = Cluster.from_counts(["CPU"], [2])
 
 
@@ -97,6 +101,24 @@ def test_a_verify_has_logits_of_every_position(make_plan, demo_model, spec):
     assert [gamma(room) for room in rooms] == [1, 1, 4, 7]
     with pytest.raises(DoesNotFitError, match="w4kv4 do not fit: CPU-1 is short by"):
         gamma(token // 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "indexer", "why"),
+    [("T4", None, "on GPUs before Ampere"), ("H200", INDEXER, "sparse attention over chosen")],
+)
+def test_copies_that_gpus_do_not_read_are_no_drafts(
+    make_plan, demo_model, spec, kind, indexer, why
+):
+    """Neither of auto, which takes another mode or none, nor where they are asked for."""
+    plan = make_plan(demo_model, (3,))
+    on = {"kind": kind, "profile_kind": "CPU@1t", "threads": None}
+    stages = tuple(stage.model_copy(update=on) for stage in plan.stages)
+    plan, spec = plan.model_copy(update={"stages": stages}), replace(spec, indexer=indexer)
+    chosen = with_speculation(plan, spec, CPUS, priced(0.003), "auto").speculation
+    assert chosen is None or chosen.mode == "ngram"
+    with pytest.raises(ValueError, match=why):
+        with_speculation(plan, spec, CPUS, priced(0.003), "kv4")
 
 
 def test_a_wish_that_cannot_be_met_says_why(make_plan, demo_model, spec):
