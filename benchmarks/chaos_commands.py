@@ -126,7 +126,8 @@ def batch_job(given: argparse.Namespace, folder: Path) -> int:
             },
             unit="s", samples=[took_s], baselines={"undisturbed": whole_s}, noisy=is_noisy(),
         )  # fmt: skip
-    listed = all(one["measured_s"] and one["predicted_s"] for one in recoveries)
+    times = [one[key] for one in recoveries for key in ("measured_s", "predicted_s")]
+    listed = all(seconds is not None for seconds in times)
     return int(bool(different) or not in_order or len(took) != given.rows or not listed)
 
 

@@ -200,7 +200,8 @@ class Child:
                 self._stderr.append(line.strip())
 
     def _obituary(self, code: int) -> str:
-        last = f": {self._stderr[-1][:300]}" if self._stderr else ""
+        thrown = [line for line in self._stderr if line.startswith("what():")]
+        last = f": {(thrown or self._stderr)[-1][:300]}" if self._stderr else ""
         if code < 0:
             try:
                 name = signal.Signals(-code).name

@@ -178,6 +178,9 @@ class LatencyEntry(FileForm):
     """Of a decode entry: how many times as long attention of decoding rows takes in a step with
     chunks of prompts. 1 for llmpq, which has a kernel for each; imported costs of engines with
     one kernel for both may have more."""
+    alone_share: float = Field(default=1.0, gt=0, le=1)
+    """Of a CPU's entry, which is that of several stages of its host at once: the share of its time
+    that it takes where no other one computes; memory then is its own."""
     sampled_v: tuple[int, int] | None = None
     """Smallest and largest micro-batch that was measured; None for an estimate."""
     sampled_length: tuple[int, int] | None = None
@@ -253,11 +256,26 @@ class LatencyEntry(FileForm):
 
     def with_products(self, factor: float) -> LatencyEntry:
         """Return a layer's entry whose products take `factor` times as long; attention does not."""
+        return self._scaled(factor, attention=1.0)
+
+    def at_once(self, share: float) -> LatencyEntry:
+        """Return what an entry timed alone is where others compute, of which it is a `share`."""
+        entry = self._scaled(1 / share, attention=1 / share)
+        return entry.model_copy(update={"alone_share": share})
+
+    def alone(self) -> LatencyEntry:
+        """Return the entry where no other stage of the host computes."""
+        if self.alone_share == 1.0:
+            return self
+        entry = self._scaled(self.alone_share, attention=self.alone_share)
+        return entry.model_copy(update={"alone_share": 1.0})
+
+    def _scaled(self, factor: float, *, attention: float) -> LatencyEntry:
         regimes = tuple(
             regime.model_copy(
                 update={
                     "terms": {
-                        term: value * (1.0 if term in ATTENTION_TERMS else factor)
+                        term: value * (attention if term in ATTENTION_TERMS else factor)
                         for term, value in regime.terms.items()
                     },
                     "curve": tuple((tokens, value * factor) for tokens, value in regime.curve),
@@ -283,6 +301,9 @@ class LinkCost(FileForm):
     target_kind: str
     same_node: bool = True
     alpha_s: float = Field(ge=0, le=MAX_S)
+    occupied_s: float | None = Field(default=None, ge=0, le=MAX_S)
+    """What an end computes to take one message and send another, of which it has one each a step;
+    None where it was not measured."""
     beta_s_per_byte: float = Field(ge=0, le=MAX_S)
 
 

@@ -6,7 +6,7 @@ a machine that has neither the cluster file nor the profile. Knows nothing of ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Self
 
 from pydantic import Field
@@ -98,6 +98,18 @@ class PlanInputs(FileForm):
     links: tuple[LinkInput, ...] = ()
     """From each stage to the next, and from the last back to the first."""
     costs: tuple[LatencyEntry, ...]
+
+    def renamed(self, names: Mapping[str, tuple[str, int]]) -> Self:
+        """Return the same entries of devices with other names, and numbers on their nodes."""
+        devices = [
+            one.model_copy(update=dict(zip(("name", "index"), names[one.name], strict=True)))
+            for one in self.devices
+        ]
+        links = [
+            one.model_copy(update={"source": names[one.source][0], "target": names[one.target][0]})
+            for one in self.links
+        ]
+        return self.model_copy(update={"devices": tuple(devices), "links": tuple(links)})
 
     def link(self, source: str, target: str) -> LinkInput:
         """Return the link from one device to another; `ValueError` if the plan has none."""

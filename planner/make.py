@@ -26,7 +26,9 @@ from llmpq.errors import DoesNotFitError, unknown_name
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, Prefer
 from llmpq.planner.answer import Answer, answer, one_engine, solve_options
-from llmpq.planner.evaluate.simulator import reported_time, step_note
+from llmpq.planner.check.build_plan import build_plan
+from llmpq.planner.evaluate.objective import value as objective_of
+from llmpq.planner.evaluate.simulator import step_note
 from llmpq.planner.limits import positions_note
 from llmpq.planner.problem.known_plan import KnownPlan, PlanSearch
 from llmpq.planner.problem.make_problem import (
@@ -35,6 +37,7 @@ from llmpq.planner.problem.make_problem import (
     build_problem,
     make_problem,
 )
+from llmpq.planner.problem.outcome import Outcome
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import DTYPES, PREFERENCES, FitsRequest, PlanRequest
 from llmpq.planner.refusal import NothingFitsError
@@ -177,8 +180,8 @@ class MadePlan:
     plan: Plan
     seconds: float
     notes: tuple[str, ...]
-    known_s: float | None = None
-    """Seconds of the job by the plan that was known, at the same costs; None without one."""
+    known: Plan | None = None
+    """The plan that was known, at the same costs; None without one."""
 
     def with_notes(self, notes: Sequence[str]) -> MadePlan:
         """Return it with more to say."""
@@ -290,14 +293,27 @@ def plan_workload(
         plan=best.plan,
         seconds=best.outcome.seconds,
         notes=tuple(note for note in notes if note),
-        known_s=None if search.known is None else _known_s(best, search.known),
+        known=None if search.known is None else _known_plan(best, search.known),
     )
 
 
-def _known_s(best: Answer, known: KnownPlan) -> float | None:
-    """Return the seconds of the job by a known plan, as the best one's are predicted."""
+def _known_plan(best: Answer, known: KnownPlan) -> Plan | None:
+    """Return a known plan with the costs of the best one; None where it has no room there."""
     assignment = known.in_numbers_of(best.problem)
-    return None if assignment is None else reported_time(best.problem, assignment).total_s
+    if assignment is None:
+        return None
+    outcome = Outcome(
+        method="known",
+        status="heuristic",
+        assignment=assignment,
+        value=objective_of(best.problem, assignment),
+        bound=None,
+        seconds=0.0,
+    )
+    try:
+        return build_plan(best.problem, outcome)
+    except DoesNotFitError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

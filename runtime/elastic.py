@@ -7,6 +7,7 @@ for the move. Devices that are to be free are left in any case, if the job fits 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -16,8 +17,13 @@ from llmpq.plan import Plan
 from llmpq.runtime.launch.engine_starter import EngineStarter, Replanned
 from llmpq.runtime.launch.engine_thread import EngineThread
 from llmpq.runtime.launch.start_times import num_held
+from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.replan import Change, Replanner
+from llmpq.runtime.simulate.simulation import EngineModel, simulate
+from llmpq.traffic import Arrival
 
+SIMULATION_S = 0.5
+"""How long both plans may be simulated, beside the engine that serves."""
 HORIZON_S = 3600.0
 """How long a job is expected to go on where nothing is said."""
 Action = Literal["add", "drain", "slow"]
@@ -77,7 +83,8 @@ class Elastic:
                 self._replanner.accept(change)
                 text = f"{name} was not in use, and will not be"
                 return DeviceChange(done=True, text=text)
-            return self._carried_out(plan, change, f"{name} is drained", "drain")
+            found = rates(plan, change.made)
+            return self._carried_out(change, f"{name} is drained", "drain", found)
 
     def move_from_slow(self, slowdowns: Mapping[int, float], reason: str) -> DeviceChange:
         """Plan by measured times, `slowdowns` by stage, and move if that pays."""
@@ -109,18 +116,20 @@ class Elastic:
             return DeviceChange(
                 done=False, text=text, tokens_per_s=(before, now), pause_s=(pause_s, None)
             )
-        return self._carried_out(plan, change, reason, action)
+        return self._carried_out(change, reason, action, (before, now))
 
-    def _carried_out(self, plan: Plan, change: Change, reason: str, action: Action) -> DeviceChange:
+    def _carried_out(
+        self, change: Change, reason: str, action: Action, tokens_per_s: tuple[float, float]
+    ) -> DeviceChange:
         made = change.made
         recovery = self._engine().move_to(made, reason=reason, action=action)
         layers = recovery.num_held, recovery.num_loaded
         pause_s = recovery.predicted_s or 0.0, recovery.measured_s
-        before, now = rates(plan, made)
+        before, now = tokens_per_s
         if recovery.undone is not None:
             text = f"{reason}: the plan before goes on, as the new one failed: {recovery.undone}"
             return DeviceChange(
-                done=False, text=text, tokens_per_s=(before, now), pause_s=pause_s, layers=layers
+                done=False, text=text, tokens_per_s=tokens_per_s, pause_s=pause_s, layers=layers
             )
         self._replanner.accept(change)
         text = (
@@ -130,21 +139,42 @@ class Elastic:
             "there"
         )
         return DeviceChange(
-            done=True, text=text, tokens_per_s=(before, now), pause_s=pause_s, layers=layers
+            done=True, text=text, tokens_per_s=tokens_per_s, pause_s=pause_s, layers=layers
         )
 
 
 def rates(plan: Plan, made: Replanned) -> tuple[float, float]:
     """Return the predicted tokens/s of the planned job: by the plan before, and by the new one.
 
-    Both at the costs of the new one, where the plan before can be counted at them.
+    Both at the costs of the new one, where the plan before can be counted at them, and step by
+    step as the engine's own scheduler runs them: a live one computes prompts in shorter steps than
+    an offline job. As the plans predict themselves where one of them cannot be simulated.
     """
-    assert made.plan.predicted is not None, "the planner always predicts"
-    now = made.plan.predicted.output_tokens_per_s
-    if made.before_s is not None:
-        work = made.plan.workload
-        return work.batch * work.gen_len / made.before_s, now
-    return (now if plan.predicted is None else plan.predicted.output_tokens_per_s), now
+    both = made.before or plan, made.plan
+    until_s = time.perf_counter() + SIMULATION_S
+    try:
+        before, now = (_simulated_tokens_per_s(one, made.options, until_s) for one in both)
+    except (ValueError, TimeoutError):
+        assert made.plan.predicted is not None, "the planner always predicts"
+        now = made.plan.predicted.output_tokens_per_s
+        known = both[0].predicted
+        before = now if known is None else known.output_tokens_per_s
+    return before, now
+
+
+def _simulated_tokens_per_s(plan: Plan, options: EngineOptions, until_s: float) -> float:
+    """Return the tokens/s of a plan's job, all of it there at once; `TimeoutError` after `until_s`.
+
+    `ValueError` where it drafts or carries no cost entries.
+    """
+    if options.speculate not in (None, "off"):
+        raise ValueError("steps with drafts are not simulated")
+    work = plan.workload
+    budget = options.max_num_batched_tokens
+    model = EngineModel.of_plan(plan, max_num_batched_tokens=budget, offline=options.offline)
+    row = Arrival(at_s=0.0, prompt_tokens=work.prompt_len, output_tokens=work.gen_len)
+    served = simulate([model], [row] * work.batch, late=lambda: time.perf_counter() > until_s)
+    return work.batch * work.gen_len / max(one.end_s for one in served)
 
 
 def described(made: Replanned) -> str:

@@ -46,6 +46,8 @@ _WORK_S = 0.2
 """Of a processor: what a search needs, at least, for a plan that is near the best."""
 _WEIGHTS = (Precision.W16A16, Precision.W8A16, Precision.W4A16, Precision.W3A16)
 _KVS = (KVPrecision.KV16, KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2)
+MOST_CUTS, CUT = 2, 8
+"""How often a device that has run out of memory is planned with less, and which part of it less."""
 _log = logging.getLogger("llmpq.run")
 
 DeviceKey = tuple[str, int]
@@ -85,16 +87,28 @@ class Replanner:
         self._first, self.on_limits = plan, on_limits
         self._gone: set[DeviceKey] = set()
         self._slowdowns: dict[DeviceKey, float] = {}
+        self._cuts: Counter[DeviceKey] = Counter()
+        """How often devices were planned with less memory."""
 
-    def __call__(self, plan: Plan, index: int, *, whole_node: bool) -> Replanned:
+    def __call__(
+        self, plan: Plan, index: int, *, whole_node: bool = False, less_memory: bool = False
+    ) -> Replanned:
         """Return a plan without the device of a stage, or without any of its node.
 
+        `less_memory`: with an eighth less of its memory, once or twice; then without it.
         `DoesNotFitError` says what is short.
         """
         stage = plan.places[index]
-        for device in self._cluster.devices:
-            if device.node == stage.node and (whole_node or device.index == stage.device_index):
-                self._gone.add((device.node, device.index))
+        key = stage.node, stage.device_index
+        if less_memory and self._cuts[key] < MOST_CUTS:
+            self._cuts[key] += 1
+            self._given = with_less_memory(self._cluster, key)
+        else:
+            self._gone |= {
+                (device.node, device.index)
+                for device in self._cluster.devices
+                if device.node == stage.node and (whole_node or device.index == stage.device_index)
+            }
         made = self._made(plan, self._cluster, self._gone, self._slowdowns)
         self.on_limits(made.limits)
         return made
@@ -162,12 +176,13 @@ class Replanner:
         there = {(was.node, was.index) for was in remaining.devices.values()}
         stays = all((s.node, s.device_index) in there for s in plan.places)
         made, options = self._completed(with_original_names(found.plan, remaining), options)
+        before = None if found.known is None else with_original_names(found.known, remaining)
         return Replanned(
             plan=made,
             options=options,
             limits=request_limits(made, self._spec, options),
             change=plan_change(plan, made) | {"planner_s": time.perf_counter() - began_s},
-            before_s=found.known_s if stays else None,
+            before=before if stays else None,
         )
 
     def _planned(
@@ -383,6 +398,26 @@ def without_devices(cluster: Cluster, gone: Collection[DeviceKey]) -> RemainingD
     )
 
 
+def with_less_memory(cluster: Cluster, key: DeviceKey) -> Cluster:
+    """Return a cluster with one device of which an eighth more stays free."""
+    nodes = []
+    for node in cluster.nodes:
+        if node.name != key[0]:
+            nodes.append(node)
+            continue
+        each = [group for group in node.groups() for _ in range(group.count)]
+        own = [device for device in cluster.devices if device.node == node.name]
+        free = {device.index: device.reserve_bytes for device in own}
+        free[key[1]] += own[key[1]].memory_bytes // CUT
+        devices = [
+            group.model_copy(update={"count": 1, "reserve": free[index]})
+            for index, group in enumerate(each)
+        ]
+        nodes.append(node.model_copy(update={"devices": tuple(devices), "accelerators": None}))
+    changed = cluster.model_copy(update={"nodes": tuple(nodes)})
+    return Cluster.parse_data(changed.model_dump(by_alias=True), where="the devices")
+
+
 def _with_names(text: str, remaining: RemainingDevices) -> str:
     """Return a sentence about the devices left with their former names."""
     known = {now: was.name for now, was in remaining.devices.items()}
@@ -392,7 +427,7 @@ def _with_names(text: str, remaining: RemainingDevices) -> str:
 
 def with_original_names(plan: Plan, remaining: RemainingDevices) -> Plan:
     """Return a plan of the devices left with their former names and numbers."""
-    stages = []
+    stages, inputs = [], plan.inputs
     for stage in plan.stages:
         was = remaining.devices[stage.device]
         stages.append(
@@ -400,7 +435,9 @@ def with_original_names(plan: Plan, remaining: RemainingDevices) -> Plan:
                 update={"device": was.name, "node": was.node, "device_index": was.index}
             )
         )
-    return plan.model_copy(update={"stages": tuple(stages)})
+    if inputs is not None:
+        inputs = inputs.renamed({now: (d.name, d.index) for now, d in remaining.devices.items()})
+    return plan.model_copy(update={"stages": tuple(stages), "inputs": inputs})
 
 
 def plan_change(before: Plan, now: Plan) -> dict[str, Any]:

@@ -12,6 +12,8 @@ one. CPUs take all forms alike.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,7 +28,8 @@ from llmpq.sizes.attended_keys import attended_keys
 from llmpq.workload import Workload, prompt_chunks
 
 OCCUPYING_SHARE = {"cpu": 0.5, "gpu": 0.0}
-"""Share of a link's latency that keeps the sender from computing, and messages from one another.
+"""Share of a link's latency that keeps the sender from computing, and messages from one another,
+where that was not measured.
 
 Gloo, which any hop with a CPU stage takes: the sending thread packs and copies (0.53 of the latency
 on one host, d2231297:benchmarks/link_occupancy.py); the handshake passes while the stages
@@ -46,9 +49,17 @@ class LinkTerms:
     per_byte_s: float
 
     @classmethod
-    def split(cls, latency_s: float, per_byte_s: float, *, on_cpu: bool) -> LinkTerms:
-        """Return the terms of a link whose latency was measured as a whole."""
-        handshake = OCCUPYING_SHARE["cpu" if on_cpu else "gpu"] * latency_s
+    def split(
+        cls,
+        latency_s: float,
+        per_byte_s: float,
+        *,
+        on_cpu: bool,
+        occupied_s: float | None = None,
+    ) -> LinkTerms:
+        """Return the terms of a link's latency; `occupied_s`: what of it was measured to be."""
+        share = OCCUPYING_SHARE["cpu" if on_cpu else "gpu"]
+        handshake = share * latency_s if occupied_s is None else min(occupied_s, latency_s)
         return cls(delay_s=latency_s - handshake, handshake_s=handshake, per_byte_s=per_byte_s)
 
     def busy_s(self, num_bytes: float) -> float:
@@ -71,6 +82,8 @@ class CostBook:
     what was measured of one device."""
     quantization: Quantization = Quantization()
     """Of the plan: the output matrix has a precision of its own."""
+    alone: frozenset[str] = frozenset()
+    """Kinds of CPU that have no other on their nodes."""
 
     def entry(
         self,
@@ -82,6 +95,8 @@ class CostBook:
     ) -> LatencyEntry:
         """Return the entry of a key with the factor of its codes: measured, else estimated."""
         found = self._found(device, part, phase, work, precision)
+        if device.profile_kind in self.alone:
+            found = found.alone()
         return with_code_factor(found, device.spec, self.quantization) if part == "layer" else found
 
     def _found(
@@ -177,7 +192,9 @@ class CostBook:
         )
         on_cpu = source.spec.is_cpu or target.spec.is_cpu
         if cost:
-            return LinkTerms.split(cost.alpha_s, cost.beta_s_per_byte, on_cpu=on_cpu)
+            return LinkTerms.split(
+                cost.alpha_s, cost.beta_s_per_byte, on_cpu=on_cpu, occupied_s=cost.occupied_s
+            )
         link = cluster.link(source, target)
         return LinkTerms.split(link.latency_us * 1e-6, 8 / (link.gbps * 1e9), on_cpu=on_cpu)
 
@@ -222,6 +239,14 @@ class CostBook:
             f"the profile has no '{kind}': {nearest(kind, known)}its times are estimated"
             for kind in sorted({d.profile_kind for d in devices} - set(known))
         ]
+
+
+def alone_kinds(devices: Sequence[Device]) -> frozenset[str]:
+    """Return the kinds of CPU each of whose devices is the only CPU of its node."""
+    cpus = [device for device in devices if device.spec.is_cpu]
+    on_node = Counter(device.node for device in cpus)
+    together = {device.profile_kind for device in cpus if on_node[device.node] > 1}
+    return frozenset(device.profile_kind for device in cpus) - together
 
 
 def chunk_times(entry: LatencyEntry, work: Workload, eta: int, chunk: int | None) -> np.ndarray:

@@ -38,7 +38,7 @@ from llmpq.devices.this_machine import assumed, is_this_machine
 from llmpq.memory import CpuActivations, Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner import limits
-from llmpq.planner.costs.cost_book import CostBook
+from llmpq.planner.costs.cost_book import CostBook, alone_kinds
 from llmpq.planner.costs.probed import estimated_costs, outdated_rates, rates_for
 from llmpq.planner.limits import positions_note
 from llmpq.planner.problem.checkpoint_codes import (
@@ -175,7 +175,12 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
         kvs=kvs,
         quantization=quantization,
     )
-    costs = CostBook(estimate=estimate, profile=profile, quantization=quantization)
+    costs = CostBook(
+        estimate=estimate,
+        profile=profile,
+        quantization=quantization,
+        alone=alone_kinds(inputs.cluster.devices),
+    )
     rounded = _rounded_shares(stored, codes, spec, quantization)
     problem = Problem(
         spec=spec,

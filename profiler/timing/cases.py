@@ -180,6 +180,8 @@ class LinkTimings(FileForm):
     seconds: tuple[float, ...]
     rounds_s: tuple[float, ...] = ()
     """Until the answer of one token a row was back, as measured."""
+    host_s: float | None = None
+    """What an end computes to take one of the smallest messages and to send another; over gloo."""
     burst_s: float = 0.0
     """Between two of the smallest messages that follow each other at once."""
 

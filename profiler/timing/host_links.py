@@ -59,6 +59,7 @@ def measure_links(
             source_kind=source.profile_kind,
             target_kind=target.profile_kind,
             alpha_s=alpha_s,
+            occupied_s=timings.host_s,
             beta_s_per_byte=beta_s_per_byte,
         )
 

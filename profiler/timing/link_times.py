@@ -6,11 +6,13 @@ Rank 0 plays the first stage: it sends a micro-batch of hidden states to rank 1,
 one token a row, as the last stage does. Each computes for a moment before it sends, so that the
 other one waits as a stage waits: long enough for its core to go to sleep. Half the rest of a round
 of the smallest message is alpha; larger ones add their bytes. What the ends do to pack and unpack
-is part of it.
+is part of it, and measured by itself: a CPU does it with the core that computes.
 """
 
 from __future__ import annotations
 
+import functools
+import statistics
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -32,6 +34,8 @@ TOKENS = (1, 8, 64, 256)
 """Tokens per row of the messages: from a decode step's to a prefill's."""
 COMPUTE_S = 5e-3
 """How long each end computes between messages."""
+STREAMED = 4 << 20
+"""Values that it reads for it: as a stage's weights, they leave the caches to nothing else."""
 BLOCKS = 3
 """Blocks of rounds per size; the fastest counts, since others only add time."""
 BURST = 8
@@ -70,22 +74,24 @@ def run_link(job: LinkJob, device: torch.device) -> LinkTimings:
                 _answer_burst(transport)
             return LinkTimings(sizes=sizes, seconds=(0.0,) * len(sizes))
         budget_s, apart = job.seconds / len(TOKENS) / BLOCKS, job.own is not None
-        rounds = [
-            min(
-                _round_seconds(transport, job.hidden, tokens, budget_s, least=apart)
+        blocks = [
+            [
+                _timed_rounds(transport, job.hidden, tokens, budget_s, least=apart)
                 for _ in range(BLOCKS)
-            )
+            ]
             for tokens in TOKENS
         ]
         bursts = min(_burst_seconds(transport, job.hidden) for _ in range(BLOCKS))
     finally:
         transport.close()
         dist.destroy_process_group()
+    rounds = [min(seconds for seconds, _ in own) for own in blocks]
     back = rounds[0] / 2
     return LinkTimings(
         sizes=sizes,
         seconds=(back, *(max(seconds - back, back) for seconds in rounds[1:])),
         rounds_s=tuple(rounds),
+        host_s=statistics.median(host_s for _, host_s in blocks[0]),
         burst_s=max(0.0, bursts - rounds[0]) / (BURST - 1),
     )
 
@@ -104,27 +110,33 @@ def _device_link(job: LinkJob, store: dist.Store, device: torch.device) -> LinkT
         dist.destroy_process_group()
 
 
-def _round_seconds(
+def _timed_rounds(
     transport: GlooTransport, hidden_size: int, tokens: int, budget_s: float, *, least: bool
-) -> float:
-    """Return the lower quartile of rounds of `tokens` a row, computing left out, or the least.
+) -> tuple[float, float]:
+    """Time rounds of `tokens` a row, computing left out: return their seconds, and those of a core.
 
-    Not the median: a wake-up that waits for another program's time slice takes milliseconds.
-    `least` is for a network's own delay, which nothing makes shorter.
+    The lower quartile of the rounds, or the least: a wake-up that waits for another program's time
+    slice takes milliseconds. `least` is for a network's own delay, which nothing makes shorter. Of
+    a core, the median of what the thread that computes, at either end, takes to receive a message
+    and to send one.
     """
     message = _message(tokens)
     hidden_1Th = torch.zeros(1, ROWS * tokens, hidden_size)
     samples: list[float] = []
+    hosts_s: list[float] = []
     begin, done = time.perf_counter(), False
     while not done:
         done = time.perf_counter() - begin > budget_s and len(samples) >= 5
         _compute()
-        start = time.perf_counter()
+        start, core_s = time.perf_counter(), time.thread_time()
         # A DECODE message tells the other end that its size is done.
         transport.send_step(replace(message, kind=StepKind.DECODE) if done else message, hidden_1Th)
-        theirs_ns = int(arrived(transport.receive_tokens(ROWS, 1))[0, 0])
-        samples.append(time.perf_counter() - start - theirs_ns / 1e9)
-    return max(sorted(samples)[0 if least else len(samples) // 4], 1e-9)
+        told = arrived(transport.receive_tokens(ROWS, 1))[:, 0]
+        samples.append(time.perf_counter() - start - int(told[0]) / 1e9)
+        hosts_s.append((time.thread_time() - core_s + int(told[1]) / 1e9) / 2)
+    del hosts_s[0]  # what the other end then tells is of the block before
+    seconds = max(sorted(samples)[0 if least else len(samples) // 4], 1e-9)
+    return seconds, statistics.median(hosts_s)
 
 
 def _burst_seconds(transport: GlooTransport, hidden_size: int) -> float:
@@ -149,17 +161,30 @@ def _message(tokens: int) -> StepMessage:
 
 
 def _echo(transport: GlooTransport) -> None:
-    """Answer messages with how long was computed, up to a DECODE message."""
-    last = False
+    """Answer messages up to a DECODE message.
+
+    With how long was computed, and what the last round's messages took of the core.
+    """
+    last, host_ns = False, 0
     while not last:
+        begin_ns = time.thread_time_ns()
         message, _ = transport.receive_step()
         last = message.kind is StepKind.DECODE
-        transport.send_tokens(torch.full((ROWS, 1), _compute(), dtype=torch.long))
+        taken_ns = time.thread_time_ns()
+        told = [_compute(), host_ns, *[0] * (ROWS - 2)]
+        sending_ns = time.thread_time_ns()
+        transport.send_tokens(torch.tensor(told)[:, None])
+        host_ns = taken_ns - begin_ns + time.thread_time_ns() - sending_ns
 
 
 def _compute() -> int:
     """Do what a stage does between messages; return the nanoseconds it took."""
-    start, x = time.perf_counter_ns(), torch.eye(64)
+    start, weights = time.perf_counter_ns(), _weights()
     while time.perf_counter_ns() - start < COMPUTE_S * 1e9:
-        x = x @ x
+        weights.sum()
     return time.perf_counter_ns() - start
+
+
+@functools.cache
+def _weights() -> torch.Tensor:
+    return torch.ones(STREAMED)

@@ -79,7 +79,7 @@ class _Sizes:
 
 
 _QUICK = _Sizes(
-    prefill_tokens=(16, 32, 64, 128, 256, 512),
+    prefill_tokens=(16, 32, 64, 96, 128, 256, 512),
     splits=2,
     decode_v=(1, 2, 4, 8, 16, 32, 64, 128),
     decode_length=(24, 128, 1024),

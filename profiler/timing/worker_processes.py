@@ -1,7 +1,7 @@
 """The parent's side of the timing processes: start them, keep them in step, notice their death.
 
-K copies of a child time the same case at the same time, as K stages of one host would run at once;
-the case's timing is the median over them. Knows no torch.
+K copies of a child may time the same case at the same time, as K stages of one host would run at
+once; the case's timing is then the median over them. Knows no torch.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class TimingProcess:
         self._child = Child(_TIMED, first, environment=env, capture_stderr=False)
         self._answer = self._child.call("ready")
 
-    def send(self, message: TimedCase | LinkJob) -> None:
-        """Send one job."""
+    def send(self, message: TimedCase | LinkJob, *more: object) -> None:
+        """Send one job; `more`: what its call takes beside it."""
         method = "link" if isinstance(message, LinkJob) else "time"
-        self._answer = self._child.call(method, message.model_dump(mode="json"))
+        self._answer = self._child.call(method, message.model_dump(mode="json"), *more)
 
     def receive(self, kind: type[Answer]) -> Answer:
         """Wait for one answer: `StageLostError` if the child died, `JobFailedError` if it did not.
@@ -135,11 +135,17 @@ class Group:
             self._ready = [child.receive(Ready) for child in self.children][0]
         return self._ready
 
-    def time(self, case: TimedCase) -> CaseTime:
-        """Time a case on all copies at once; return the median over the copies."""
-        for child in self.children:
-            child.send(case)
-        timings = _receive_all(self.children, CaseTime)
+    def time(
+        self, case: TimedCase, *, alone: bool = False, seconds: float | None = None
+    ) -> CaseTime:
+        """Time a case on all copies at once; return the median over the copies.
+
+        `alone`: on one of them, while the others wait. `seconds`: for how long, at least.
+        """
+        children = self.children[:1] if alone else self.children
+        for child in children:
+            child.send(case, seconds)
+        timings = _receive_all(children, CaseTime)
         return timings[0].model_copy(
             update={
                 name: statistics.median(getattr(timing, name) for timing in timings)

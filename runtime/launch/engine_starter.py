@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -38,6 +39,9 @@ come to, it has not then."""
 _DYING_S = 60.0
 """For how long starts must have failed like that: a tester who kills stages at random may hit some
 that start."""
+MOST_FAULTS, FAULT_WINDOW_S = 2, 3600.0
+"""Faults that a device reports of itself within so long that mean that it is not to be trusted: at
+a first restart a card takes memory that has failed out of use."""
 _KEPT = 1000
 """Recoveries that are remembered."""
 _ORDER: Sequence[Backend] = ("threads", "processes", "ray")
@@ -54,16 +58,20 @@ class Replanned:
     limits: PoolLimits
     change: Mapping[str, Any]
     """What is different, as JSON data."""
-    before_s: float | None = None
-    """Seconds of the job by the plan before, on the devices and at the costs of this one; None
-    where it is not known."""
+    before: Plan | None = None
+    """The plan before at the costs of this one; None where it is not known there."""
 
 
 class Replan(Protocol):
     """What plans again."""
 
-    def __call__(self, plan: Plan, index: int, *, whole_node: bool) -> Replanned:
-        """Return a plan without the device of a stage, or without any of its node."""
+    def __call__(
+        self, plan: Plan, index: int, *, whole_node: bool = False, less_memory: bool = False
+    ) -> Replanned:
+        """Return a plan without the device of a stage, or without any of its node.
+
+        `less_memory`: with less of its memory, unless it has been given less before.
+        """
         ...
 
 
@@ -94,10 +102,14 @@ class EngineStarter:
         """Of the stages that were started last, which may be loading still."""
         self._before: tuple[Plan, StageSettings, Cluster | None, PoolLimits | None] | None = None
         """What ran before a plan that has yet to start."""
-        self._times = StartModel()
+        self._times = StartModel(layer_bytes=_layer_bytes(plan, settings))
         self._started_plan = plan
         """That of the stages that were started last."""
         self._cancelled = self._is_recovered = False
+        self._faults: dict[DeviceOf, list[float]] = {}
+        """When devices reported faults of their own, of late."""
+        self._distrusted: tuple[int, Exception] | None = None
+        """A stage whose device is to be given up, and why."""
 
     @property
     def on_loss(self) -> str:
@@ -134,6 +146,8 @@ class EngineStarter:
     def lost(self, error: Exception) -> Recovery:
         """Note a loss; return what is being recovered, which it may be part of."""
         client = self.client
+        if client is not None:
+            self._times.begun(client.took)
         if not self.recoveries or self.recoveries[-1].measured_s is not None:
             self.recoveries = self.recoveries[-_KEPT:]
             self.recoveries.append(
@@ -141,13 +155,37 @@ class EngineStarter:
                     reason=str(error),
                     phase="start-up" if client is None else client.phase,
                     stage=None if client is None else client.failed_stage,
+                    loss=None if client is None else client.loss,
                     predicted_s=self.predicted_s(
                         lost=None if client is None else client.failed_stage
                     ),
                 )
             )
         self._is_recovered = False
+        if client is not None and client.loss == "device" and client.failed_stage is not None:
+            self._note_fault(client.plan, client.failed_stage, error)
         return self.recoveries[-1]
+
+    def _note_fault(self, plan: Plan, index: int, error: Exception) -> None:
+        """Note that a stage's device reported a fault of its own."""
+        now_s, device = time.monotonic(), device_of(plan.places[index])
+        before = [then for then in self._faults.get(device, ()) if now_s - then < FAULT_WINDOW_S]
+        self._faults[device] = [*before, now_s]
+        if len(before) + 1 >= MOST_FAULTS:
+            self._distrusted = index, error
+
+    def distrust(self, error: Exception) -> bool:
+        """Give up the device of the stage that was lost, as no request is to blame for that.
+
+        Whether another plan may do without it, or with less of its memory.
+        """
+        client = self.client
+        if self._replan is None or client is None or client.failed_stage is None:
+            return False
+        if client.loss not in ("kernel", "memory"):
+            return False
+        self._distrusted = client.failed_stage, error
+        return True
 
     def planned(self, made: Replanned, *, reason: str, action: str) -> Recovery:
         """Note that the stages will be those of another plan; return what begins with that.
@@ -193,6 +231,9 @@ class EngineStarter:
         recovery = self.recoveries[-1]
         failures, refusals = Counter[int | None](), Counter[int | None]()
         while True:
+            if self._distrusted is not None:
+                (index, why), self._distrusted = self._distrusted, None
+                self._give_up(index, why)
             recovery.num_attempts += 1
             try:
                 client = self._started(on_load, keep=failures.total() + 1 != _ALL_ANEW)
@@ -216,7 +257,6 @@ class EngineStarter:
                 lost = blamed if placed else recovery.stage
                 if self._replan is None or lost is None:
                     raise
-                _log.warning("%s; its device is given up", error)
                 self._plan_without(lost, whole_node=not placed, reason=error)
                 failures.clear()
                 refusals.clear()
@@ -234,12 +274,27 @@ class EngineStarter:
         dies = num_failures >= MOST_DEATHS and tried_s >= _DYING_S
         return dies or num_refusals >= MOST_REFUSALS
 
+    def _give_up(self, index: int, reason: Exception) -> None:
+        """Go on without a device that is not to be trusted, or end."""
+        if self._replan is None:
+            raise StageLostError(
+                f"{reason}; it is fault {MOST_FAULTS} of this device within "
+                f"{FAULT_WINDOW_S / 60:.0f} minutes, and no other may take over: "
+                "--on-loss replan goes on without it"
+            )
+        self._plan_without(index, whole_node=False, reason=reason)
+
     def _plan_without(self, index: int, *, whole_node: bool, reason: Exception) -> None:
         """Go on by another plan, or say why there is none."""
         assert self._replan is not None
         recovery = self.recoveries[-1]
+        less = not whole_node and self.client is not None and self.client.loss == "memory"
+        if less:
+            _log.warning("%s; it is planned with less memory", reason)
+        else:
+            _log.warning("%s; its device is given up", reason)
         try:
-            made = self._replan(self.plan, index, whole_node=whole_node)
+            made = self._replan(self.plan, index, whole_node=whole_node, less_memory=less)
         except (LlmpqError, ValueError) as error:
             raise type(error)(f"{error}; what was lost: {reason}") from None
         self._use(made)
@@ -327,3 +382,14 @@ class EngineStarter:
     def _outgrown(self, backend: Backend) -> bool:
         """Whether a plan has stages that the launcher of a smaller one cannot start."""
         return _ORDER.index(backend) > _ORDER.index(self._backend)
+
+
+def _layer_bytes(plan: Plan, settings: StageSettings) -> float:
+    """Return about how many bytes of a checkpoint a layer is: what a plan or else its files say."""
+    memory = [place.memory for place in plan.places]
+    planned = sum(one.weights_bytes for one in memory if one is not None)
+    if planned or settings.options.load_format == "dummy":
+        return planned / plan.model.num_layers
+    path = Path(settings.model_dir)
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files if file.is_file()) / plan.model.num_layers

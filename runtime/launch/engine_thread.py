@@ -64,6 +64,7 @@ class EngineThread:
         self._closed = False
         self._moved = threading.Event()
         """Set once the stages are those of a plan that was chosen, or there are none."""
+        self._max_rows = max_rows
         self._hunt = PoisonHunt(max_rows)
         self.recovery: Recovery | None = None
         """What is being recovered; None while the stages work."""
@@ -354,14 +355,17 @@ class EngineThread:
         assert self._starter is not None
         with self._lock:
             self.recovery = self._starter.lost(error)
-            raised = self.engine.was_refused
-            failed = self._hunt.note_loss(self._records.values(), raised=raised)
+            raised, failed = self.engine.was_refused, []
+            if self.engine.loss != "device":  # else the card says that it is no request's doing
+                failed = self._hunt.note_loss(self._records.values(), raised=raised)
             self._suspect = None
             aborted = [record for record in self._records.values() if record.aborted]
         _log.warning("%s; it is recovered", error)
         self._end_records(failed, failure=f"the request ends every stage that gets it: {error}")
         if self._hunt.broken():
-            raise error
+            if not self._starter.distrust(error):
+                raise error
+            self._hunt = PoisonHunt(self._max_rows)
         self._go_on(aborted)
 
     def _go_on(self, aborted: Sequence[RequestRecord]) -> None:

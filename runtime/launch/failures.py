@@ -8,6 +8,7 @@ from llmpq.child import CallFailed
 from llmpq.errors import DoesNotFitError, LlmpqError, StageLostError, open_files_hint
 from llmpq.out_of_memory import first_line, out_of_memory
 from llmpq.plan import Plan
+from llmpq.runtime.launch.device_errors import LossKind, device_error
 
 GRACE_S = 5.0
 """How long to look for the stage whose death broke another one's connection."""
@@ -23,10 +24,22 @@ _SOURCE_LINE = re.compile(r"\[[^\]]*\.(cc|cpp|h):\d+\] ")
 
 def is_consequence(failure: CallFailed) -> bool:
     """Whether a stage failed because a neighbour did: its link broke, it did not die itself."""
+    return loss_kind(failure) == "connection"
+
+
+def loss_kind(failure: CallFailed) -> LossKind:
+    """Return why a stage failed."""
     cause = failure.cause
-    return isinstance(cause, (RuntimeError, ConnectionError)) and bool(
-        _BROKEN_LINK.search(str(cause))
-    )
+    if cause is not None and (out_of_memory(cause) or isinstance(cause, DoesNotFitError)):
+        return "memory"
+    if isinstance(cause, (LlmpqError, ValueError)):
+        return "error"
+    known = device_error(str(failure))
+    if known is not None:
+        return known.kind
+    if isinstance(cause, (RuntimeError, ConnectionError)) and _BROKEN_LINK.search(str(cause)):
+        return "connection"
+    return "process" if cause is None else "error"
 
 
 def named_stage(plan: Plan, index: int, pid: int) -> str:
@@ -46,8 +59,13 @@ def when(phase: str) -> str:
     return "while idle" if phase == "idle" else f"during {phase}"
 
 
-def lost_stage(failure: CallFailed, plan: Plan, index: int, *, phase: str, pid: int) -> Exception:
-    """Return the outcome of a stage's failure; `pid` 0 where it is not known."""
+def lost_stage(
+    failure: CallFailed, plan: Plan, index: int, *, phase: str, pid: int, card: str | None = None
+) -> Exception:
+    """Return the outcome of a stage's failure.
+
+    `pid`: 0 where it is not known; `card`: the UUID of its GPU, where that is known.
+    """
     cause = failure.cause
     if isinstance(cause, (LlmpqError, ValueError)):
         return cause
@@ -57,6 +75,11 @@ def lost_stage(failure: CallFailed, plan: Plan, index: int, *, phase: str, pid: 
             f"{who} ran out of memory {when(phase)}: {first_line(cause)}; re-plan with "
             "a larger reserve for this device"
         )
+    known = device_error(str(failure))
+    if known is not None:
+        advice = known.advice.format(card=f" -i {card}" if card else "")
+        what = str(failure) if cause is None else first_line(cause)
+        return StageLostError(f"{who} was lost {when(phase)}: {what}: {advice}")
     if cause is not None and is_consequence(failure):
         how = _SOURCE_LINE.sub("", first_line(cause)).partition(". This is typically")[0]
         return StageLostError(

@@ -26,7 +26,15 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.plan import Plan
 from llmpq.runtime.launch.choose_launcher import make_launcher
-from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage, named_stage, when
+from llmpq.runtime.launch.device_errors import LossKind
+from llmpq.runtime.launch.failures import (
+    GRACE_S,
+    is_consequence,
+    loss_kind,
+    lost_stage,
+    named_stage,
+    when,
+)
 from llmpq.runtime.launch.launcher import Launcher, OnLoad, StageHandle
 from llmpq.runtime.launch.stages.load_watch import LoadWatch
 from llmpq.runtime.launch.stages.stage_host import meeting_host, process_space
@@ -85,6 +93,8 @@ class PipelineClient:
         """What the stages do, as far as is known; `idle`: no request is under way."""
         self.failed_stage: int | None = None
         """The stage that was lost first, once one was."""
+        self.loss: LossKind = "process"
+        """Why it was lost."""
         self.is_placed = False
         """Whether every stage was given its place; they may be loading."""
         self.was_refused = False
@@ -406,10 +416,11 @@ class PipelineClient:
         return self._describe(failure, index)
 
     def _describe(self, failure: CallFailed, index: int) -> Exception:
-        self.failed_stage = index
-        self.was_refused = failure.cause is not None and not is_consequence(failure)
+        self.failed_stage, self.loss = index, loss_kind(failure)
+        self.was_refused = failure.cause is not None and self.loss != "connection"
         pid = self._pids[index] if self._pids else 0
-        return lost_stage(failure, self.plan, index, phase=self.phase, pid=pid)
+        card = self.places[index].uuid if self.places else None
+        return lost_stage(failure, self.plan, index, phase=self.phase, pid=pid, card=card)
 
     def _read_last(self, poll: Future[Any]) -> EngineOutputs:
         """Read a poll once the loops have ended, when health is asked for no more."""
@@ -464,7 +475,7 @@ class PipelineClient:
             )
 
     def _silent(self, index: int, what: str) -> DeadlineError:
-        self.failed_stage = index
+        self.failed_stage, self.loss = index, "silence"
         return DeadlineError(
             f"{self._named(index)} {what} "
             f"{self._deadlines.step_s:.0f} s {when(self.phase)} (step deadline); look at its "
@@ -473,7 +484,7 @@ class PipelineClient:
         )
 
     def _stalled(self, index: int) -> DeadlineError:
-        self.failed_stage = index
+        self.failed_stage, self.loss = index, "silence"
         return DeadlineError(
             f"{self._named(index)} has made no progress for {self._deadlines.stall_s:.0f} s while "
             "it loads: look at its host and the disk that its weights are on, or allow more time",

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from llmpq.runtime.launch.device_errors import LossKind
+
 
 @dataclass(kw_only=True)
 class Recovery:
@@ -19,6 +21,8 @@ class Recovery:
     """What the engine did then: start-up, loading, idle, prefill, decode, ..."""
     stage: int | None = None
     """The stage that was lost first, None where it is not known."""
+    loss: LossKind | None = None
+    """Why it was lost; None where none was."""
     action: str = "restart"
     """`restart`: the same plan on fresh stages; `replan`: another plan on the devices left.
 
@@ -66,6 +70,7 @@ class Recovery:
             "reason": self.reason,
             "phase": self.phase,
             "stage": self.stage,
+            "loss": self.loss,
             "action": self.action,
             "began": self.since,
             "attempts": self.num_attempts,

@@ -1,7 +1,8 @@
 """How long the parts of a start took, and from that how long the next one will take.
 
 A process that is fresh has to be there; every stage loads the layers that it does not hold, and is
-connected to the others. Stages do so side by side. The first start warms them up, too.
+connected to the others. Stages do so side by side. The first start warms them up, too. Until a
+start has been timed, what it is expected to take stands for it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ from llmpq.plan import Plan, Worker
 from llmpq.precision import Precision
 from llmpq.runtime.launch.stages.stage_place import DeviceOf, device_of
 from llmpq.runtime.trace import LoadReport
+
+PROCESS_S, CONNECT_S = 1.5, 0.1
+"""What a process that imports torch takes to answer, and stages to be connected, on a host of two
+cores (2026-11)."""
+LOAD_BYTES_PER_S = 1e9
+"""How fast weights are read from the page cache and made what a stage computes with."""
 
 
 @dataclass
@@ -37,8 +44,10 @@ class StartTimes:
 class StartModel:
     """What is known of starts so far."""
 
-    def __init__(self) -> None:
-        self._fresh_s = self._moved_s = self._connect_s = 0.0
+    def __init__(self, *, layer_bytes: float = 0.0) -> None:
+        """`layer_bytes`: of a layer's weights, which the first start is predicted by."""
+        self._expected_layer_s = layer_bytes / LOAD_BYTES_PER_S
+        self._fresh_s, self._moved_s, self._connect_s = PROCESS_S, 0.0, CONNECT_S
         self.leave_s = 0.0
         """How long the stages took to leave the plan before, the last time."""
         self._layer_s: dict[DeviceOf, float] = {}
@@ -75,6 +84,11 @@ class StartModel:
             known_s = load.layers_s + load.compiled_s + load.warm_s
             self._rest_s[own] = max(0.0, took.load_s.get(index, load.seconds) - known_s)
 
+    def begun(self, took: StartTimes) -> None:
+        """Note what is known of a start that was lost before it ended."""
+        if not self._layer_s and took.started_s > 0:
+            self._fresh_s = took.started_s
+
     def predicted_s(self, plan: Plan, before: Plan, left: Collection[DeviceOf]) -> float:
         """Return how long a start of a plan will take.
 
@@ -89,7 +103,8 @@ class StartModel:
         place = worker.place
         num_new = place.num_layers - (num_held(worker, before) if is_left else 0)
         own = device_of(place)
-        usual_s = statistics.median(self._layer_s.values()) if self._layer_s else 0.0
+        known_s = self._layer_s.values()
+        usual_s = statistics.median(known_s) if known_s else self._expected_layer_s
         rest_s = statistics.median(self._rest_s.values()) if self._rest_s else 0.0
         compile_s = 0.0 if self._precisions.issuperset(place.precisions) else self._compile_s
         return self._rest_s.get(own, rest_s) + compile_s + num_new * self._layer_s.get(own, usual_s)

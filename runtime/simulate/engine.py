@@ -31,13 +31,12 @@ class SimulatedEngine:
         limits: PoolLimits,
         stages: Sequence[TimedStage],
         *,
-        first_is_cpu: bool,
         host_s: float = 0.0,
     ) -> None:
         """`host_s`: what the host needs for each step beside the stages."""
         self._scheduler = Scheduler(limits)
         self._stages = stages
-        self._first_is_cpu, self._host_s = first_is_cpu, host_s
+        self._host_s = host_s
         ahead = limits.tokens_ahead > 1
         self._most = max_ahead(len(stages)) if ahead else max_in_flight(len(stages))
         self._free = [0.0] * (2 * len(stages))
@@ -86,9 +85,10 @@ class SimulatedEngine:
         arrives, self.num_steps = self.now, self.num_steps + 1
         for place, stage in enumerate(self._stages):
             begin = max(arrives, free[2 * place])
-            arrives = free[2 * place] = begin + stage.seconds(rows)
-            if place == 0 and self._first_is_cpu:
-                self.now = arrives
+            arrives = begin + stage.seconds(rows)
+            free[2 * place] = arrives + stage.host_s(rows)
+            if place == 0 and stage.is_cpu:
+                self.now = free[0]
             occupied, total = stage.hop(rows)
             begin = max(arrives, free[2 * place + 1])
             free[2 * place + 1] = begin + occupied

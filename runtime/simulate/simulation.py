@@ -31,7 +31,6 @@ class EngineModel:
 
     limits: PoolLimits
     stages: tuple[TimedStage, ...]
-    first_is_cpu: bool
     speed: float = 1.0
     """Output tokens/s that are predicted of it: how routing weighs its work."""
     host_s: float = 0.0
@@ -49,15 +48,12 @@ class EngineModel:
         return cls(
             limits=limits,
             stages=times,
-            first_is_cpu=plan.stages[0].is_cpu,
             speed=1.0 if predicted is None else max(predicted.output_tokens_per_s, 1e-9),
         )
 
     def engine(self) -> SimulatedEngine:
         """Return it, idle at 0 s."""
-        return SimulatedEngine(
-            self.limits, self.stages, first_is_cpu=self.first_is_cpu, host_s=self.host_s
-        )
+        return SimulatedEngine(self.limits, self.stages, host_s=self.host_s)
 
 
 @dataclass

@@ -4,10 +4,13 @@ A step computes all its tokens' products at once, and each row's attention besid
 equal rows; of rows of other lengths each term is the sum, or the longest, that it stands for:
 
     prompts   "v*s" and the curve at all tokens of the step, padded; "v*s^2" and "v*s*p" summed over
-              the chunks; "v" their number; "s" the longest
+              the chunks; "v" their number; "s" the longest, "p" the most keys before one
     decoding  "v*(t+s)" the sum of the caches, "t+s" the longest; beside prompts only what the
               caches add (times the entry's `mixed_attention`): products are counted with prompts'
     head      "v" the rows that sample, nothing where none does
+
+A CPU that is its node's only stage computes alone (`LatencyEntry.alone_share`). Between two steps a
+CPU's core takes a message and sends another: it is occupied as long as the link behind its stage.
 """
 
 from __future__ import annotations
@@ -63,17 +66,20 @@ class StepRows:
         return self._known["keys", windows]
 
     def prompts(self, windows: Windows, padded_to: int) -> tuple[float, ...]:
-        """Return of the chunks their tokens, the longest, twice their pairs, and the sum of s p."""
+        """Return of the chunks their tokens, the longest, twice their pairs, the sum of s p, and
+        the most keys before one of them."""
         key = ("prompts", windows, padded_to)
         if key not in self._known:
             chunks = [
                 (float(at), taken_length(Phase.PREFILL, n, padded_to)) for at, n in self.chunks
             ]
+            before = [float(keys_before_chunk(at, n, windows)) for at, n in chunks]
             self._known[key] = (
                 sum(length for _, length in chunks),
                 max(length for _, length in chunks),
                 sum(float(twice_the_pairs(length, windows)) for _, length in chunks),
-                sum(n * float(keys_before_chunk(at, n, windows)) for at, n in chunks),
+                sum(n * keys for (_, n), keys in zip(chunks, before, strict=True)),
+                max(before),
             )
         return self._known[key]
 
@@ -99,7 +105,7 @@ class _Part:
 
 def chunks_s(entry: LatencyEntry, rows: StepRows) -> float:
     """Return a prefill entry's time of a step with chunks, without what caches of others add."""
-    length, longest, pairs, before = rows.prompts(entry.windows, entry.padded_to)
+    length, longest, pairs, before, most = rows.prompts(entry.windows, entry.padded_to)
     whole = length + len(rows.caches)
     tokens = new_tokens(Phase.PREFILL, v=1, length=whole, padding=entry.padding)
     values = {
@@ -109,6 +115,7 @@ def chunks_s(entry: LatencyEntry, rows: StepRows) -> float:
         "v*s": tokens,
         "v*s^2": pairs,
         "v*s*p": before,
+        "p": most,
     }
     found = entry.launch_s
     for regime in entry.regimes:
@@ -147,6 +154,7 @@ class TimedStage:
     """To the next stage, or from the last back to the first; None with a single stage."""
     row_bytes: int
     """Of a token's hidden state on its way to the next stage."""
+    is_cpu: bool = False
 
     def seconds(self, rows: StepRows) -> float:
         """Return for how long a step occupies the stage."""
@@ -165,6 +173,10 @@ class TimedStage:
         last = self.head is not None
         sent = rows.samples * TOKEN_BYTES if last else rows.tokens * self.row_bytes
         return self.link.busy_s(sent), self.link.seconds(sent)
+
+    def host_s(self, rows: StepRows) -> float:
+        """Return what a step's messages take of the core that computes; a GPU's is the host's."""
+        return self.hop(rows)[0] if self.is_cpu else 0.0
 
 
 def stage_times(plan: Plan) -> tuple[TimedStage, ...]:
@@ -193,11 +205,14 @@ def _stage(
     last: bool,
 ) -> TimedStage:
     kind, kv = device.profile_kind, plan.workload.kv
+    alone = stage.is_cpu and sum(s.is_cpu and s.node == stage.node for s in plan.stages) == 1
 
     def part(name: Literal["layer", "embedding", "head"], b: Precision, count: int = 1) -> _Part:
         prefill, decode = (
             inputs.cost(kind, name, phase, b, kv) for phase in (Phase.PREFILL, Phase.DECODE)
         )
+        if alone:
+            prefill, decode = prefill.alone(), decode.alone()
         return _Part(prefill=prefill, decode=decode, count=count)
 
     link = None
@@ -212,4 +227,5 @@ def _stage(
         factor=device.time_factor,
         link=link,
         row_bytes=inputs.model.hop_features * plan.workload.dtype_bytes,
+        is_cpu=stage.is_cpu,
     )

@@ -20,7 +20,7 @@ from llmpq.runtime.auto_plan import plan_job
 from llmpq.runtime.launch import engine_starter, thread_launcher
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
 from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.replan import Replanner, cluster_of, without_devices
+from llmpq.runtime.replan import Replanner, cluster_of, with_less_memory, without_devices
 from llmpq.workload import Workload
 
 PROMPTS = [f"def function_{number}(self, x):\n    return" for number in range(5)]
@@ -300,3 +300,31 @@ def test_a_recovery_plans_in_its_own_process_with_the_chunk_as_it_was(demo_model
     made = Replanner(demo_model, llm.model_spec, before, llm.options)(before, 1, whole_node=False)
     assert made.plan.prefill_chunk == chunk
     assert [stage.device for stage in made.plan.stages] == ["CPU-0"]
+
+
+@pytest.mark.cpu
+def test_a_device_without_memory_is_planned_with_less_twice_and_then_given_up(demo_model):
+    options = EngineOptions(cluster=cluster("60 MiB", "60 MiB"), dtype="float32", max_num_seqs=2)
+    llm = LLM(demo_model, options=options, start=False)
+    replanner = Replanner(demo_model, llm.model_spec, llm.plan, llm.options)
+    index = next(i for i, stage in enumerate(llm.plan.stages))
+    key = llm.plan.stages[index].device_index
+    plan = llm.plan
+    for eighths in (1, 2):
+        plan = replanner(plan, index, less_memory=True).plan
+        left = [one for one in plan.stages if one.device_index == key]
+        for stage in left:
+            assert stage.memory.limit_bytes == (60 << 20) - eighths * ((60 << 20) // 8)
+    plan = replanner(llm.plan, index, less_memory=True).plan
+    assert key not in {stage.device_index for stage in plan.stages}
+
+
+def test_less_memory_of_one_device_leaves_the_others_as_they_are():
+    devices = [{"kind": "T4", "count": 3}, {"kind": "CPU", "threads": 2, "memory": "8 GiB"}]
+    nodes = [{"name": "a", "devices": devices}, {"name": "b", "devices": [{"kind": "T4"}]}]
+    before = Cluster.parse_data({"name": "some", "nodes": nodes}, where="test")
+    after = with_less_memory(before, ("a", 1))
+    assert [d.name for d in after.devices] == [d.name for d in before.devices]
+    for was, now in zip(before.devices, after.devices, strict=True):
+        less = was.memory_bytes // 8 if (was.node, was.index) == ("a", 1) else 0
+        assert (now.memory_bytes, now.reserve_bytes) == (was.memory_bytes, was.reserve_bytes + less)

@@ -41,7 +41,7 @@ def _profile(
     """Profile with batches of `rows` failing; return the code, the file and the restarts."""
     restarts = [0]
 
-    def time(_: Group, case: TimedCase) -> CaseTime:
+    def time(_: Group, case: TimedCase, **_how: object) -> CaseTime:
         if case.v == rows and case.target.part == "layer" and case.length < 40:
             raise JobFailedError("RuntimeError: bad address", lost=lost)
         seconds = 1e-4 * case.v * case.length

@@ -4,7 +4,14 @@ import pytest
 
 from llmpq.precision import Precision
 from llmpq.runtime.launch.stages.stage_place import device_of
-from llmpq.runtime.launch.start_times import StartModel, StartTimes, num_held
+from llmpq.runtime.launch.start_times import (
+    CONNECT_S,
+    LOAD_BYTES_PER_S,
+    PROCESS_S,
+    StartModel,
+    StartTimes,
+    num_held,
+)
 from llmpq.runtime.trace import LoadReport
 
 pytestmark = pytest.mark.pure
@@ -38,3 +45,15 @@ def test_layers_that_are_there_cost_nothing(demo_model, make_plan, threads):
     compiled_s = 2.0 if threads is None else 0.0  # a CPU's kernels are of all precisions
     assert other == pytest.approx(4 * 1.0 + 1.0 + 0.5 + compiled_s)
     assert lower.places[0].precisions[0] is Precision.W8A16
+
+
+def test_the_first_start_is_predicted_by_its_bytes(demo_model, make_plan):
+    """And by what was seen of one that was lost before it ended."""
+    plan = make_plan(demo_model, (4,))
+    layers = max(place.num_layers for place in plan.places)
+    model = StartModel(layer_bytes=2 * LOAD_BYTES_PER_S)
+    assert model.predicted_s(plan, plan, ()) == pytest.approx(PROCESS_S + 2 * layers + CONNECT_S)
+    model.begun(StartTimes())
+    assert model.predicted_s(plan, plan, ()) == pytest.approx(PROCESS_S + 2 * layers + CONNECT_S)
+    model.begun(StartTimes(started_s=4.0))
+    assert model.predicted_s(plan, plan, ()) == pytest.approx(4.0 + 2 * layers + CONNECT_S)

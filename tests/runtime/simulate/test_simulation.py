@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from llmpq.plan import Plan
 from llmpq.planner.make import make_plan
 from llmpq.runtime.simulate.simulation import EngineModel, simulate, simulate_plan
+from llmpq.runtime.simulate.step_times import StepRows, stage_times
 from llmpq.service_measures import Quantiles, ServedRequest, ServiceLimits, ServiceMeasures
 from llmpq.traffic import Arrival, at_rate, poisson_traffic
 
@@ -157,3 +160,36 @@ def test_it_needs_no_torch() -> None:
         "import llmpq.planner.simulated"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_cpu_s_core_passes_messages_on_between_two_steps() -> None:
+    """A GPU's host does it while the GPU computes."""
+    gpus = EngineModel.of_plan(_plan("t4:2", batch=16))
+    cpus = replace(gpus, stages=tuple(replace(stage, is_cpu=True) for stage in gpus.stages))
+    rows = StepRows(chunks=[], caches=[300] * 8, samples=8)
+    first, last = cpus.stages
+    assert first.host_s(rows) == first.hop(rows)[0] > 0 and gpus.stages[0].host_s(rows) == 0
+    traffic = [Arrival(0.0, 256, 32)] * 16
+    took = [max(one.end_s for one in simulate([own], traffic)) for own in (gpus, cpus)]
+    least_s = 31 * 2 * min(first.host_s(rows), last.host_s(rows))  # two groups take turns
+    assert took[1] - took[0] >= 0.9 * least_s
+
+
+@pytest.mark.parametrize(("num_stages", "share"), [(1, 0.5), (2, 1.0)])
+def test_a_stage_alone_on_its_host_is_not_slowed_by_others(
+    num_stages: int, share: float, tmp_path: Path
+) -> None:
+    """One CPU holds the model, or two of the host do, which share its memory's bandwidth."""
+    memory = {1: ["8 GiB", "64 MiB"], 2: ["4 GiB", "4 GiB"]}[num_stages]
+    devices = [{"kind": "CPU", "threads": 2, "memory": each, "reserve": 0} for each in memory]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(json.dumps({"name": "two", "nodes": [{"name": "a", "devices": devices}]}))
+    job = {"batch": 2, "prompt_len": 64, "gen_len": 8, "bits": "16", "dtype": "float32"}
+    plan = make_plan("opt-1.3b", cluster=path, **job)  # type: ignore[arg-type]
+    assert plan.inputs is not None and len(plan.stages) == num_stages
+    timed = [one.model_copy(update={"alone_share": 0.5}) for one in plan.inputs.costs]
+    update = {"inputs": plan.inputs.model_copy(update={"costs": tuple(timed)})}
+    rows = StepRows(chunks=[], caches=[70, 70], samples=2)
+    pairs = zip(stage_times(plan), stage_times(plan.model_copy(update=update)), strict=True)
+    for plain, own in pairs:
+        assert own.seconds(rows) == pytest.approx(share * plain.seconds(rows))

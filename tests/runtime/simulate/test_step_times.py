@@ -12,7 +12,9 @@ pytestmark = pytest.mark.pure
 
 PREFILL = (
     Regime(terms={"1": 3e-5, "v": 1e-6, "s": 2e-8, "v*s": 4e-7, "v*s^2": 3e-11}),
-    Regime(terms={"1": 9e-5, "v*s^2": 2e-11, "v*s*p": 5e-11}, curve=((1, 0.0), (900, 3e-4))),
+    Regime(
+        terms={"1": 9e-5, "v*s^2": 2e-11, "v*s*p": 5e-11, "p": 7e-9}, curve=((1, 0.0), (900, 3e-4))
+    ),
 )
 DECODE = (
     Regime(terms={"1": 8e-5, "v": 1e-7, "v*(t+s)": 1e-9, "t+s": 2e-9}),
@@ -73,5 +75,16 @@ def test_unequal_rows_count_what_each_has() -> None:
     entry = _entry(Phase.PREFILL, regimes=(PREFILL[1],))
     rows = StepRows(chunks=[(0, 30), (128, 10)], caches=[77], samples=3)
     curve = 3e-4 * 40 / 899  # of 41 tokens
-    own = 9e-5 + curve + (900 + 100) * 2e-11 + 10 * 128 * 5e-11
+    own = 9e-5 + curve + (900 + 100) * 2e-11 + 10 * 128 * 5e-11 + 128 * 7e-9
     assert chunks_s(entry, rows) == pytest.approx(own)
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+def test_an_entry_timed_at_once_is_a_share_of_it_alone(phase: Phase) -> None:
+    entry = _entry(phase, alone_share=0.75)
+    alone = entry.alone()
+    assert alone.alone_share == 1.0 and alone.alone() is alone
+    for v, length in ((1, 16), (3, 700), (40, 128)):
+        assert alone.seconds(v=v, length=length) == pytest.approx(
+            0.75 * entry.seconds(v=v, length=length)
+        )
