@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 MOST_RESTARTS = 4
 """Of the processes of a device kind, after cases that left their GPU useless to them."""
 
-SHARE_ROUNDS, SHARE_S, SHARE_STEP_S = 5, 0.5, 0.25
+SHARE_ROUNDS, SHARE_S, SHARE_STEP_S = 5, 0.2, 0.25
 """Of cases that are timed alone and at once in turn: how often, for how long, and of steps of which
 length: of two processes that begin together most of so long a time is spent together."""
 LEAST_TARGET = 0.01

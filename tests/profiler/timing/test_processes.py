@@ -15,7 +15,7 @@ from llmpq.cost_model import CostModel, Phase
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.precision import Precision
 from llmpq.profiler.__main__ import main
-from llmpq.profiler.timing import host_links
+from llmpq.profiler.timing import host_links, profile_host
 from llmpq.profiler.timing import worker_processes as processes
 from llmpq.profiler.timing.cases import Effort, LinkTimings, SetUp, Target, TimedCase
 from llmpq.profiler.timing.worker_processes import (
@@ -38,7 +38,10 @@ nodes:
 """
 
 
-def test_profile_stop_and_resume(tmp_path: Path, tiny_models: Any) -> None:
+def test_profile_stop_and_resume(
+    tmp_path: Path, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile_host, "SHARE_S", 0.01)
     cluster, out, samples = tmp_path / "c.yaml", tmp_path / "costs.json", tmp_path / "s.jsonl"
     cluster.write_text(CLUSTER)
     arguments = (
@@ -55,8 +58,10 @@ def test_profile_stop_and_resume(tmp_path: Path, tiny_models: Any) -> None:
             assert entry is not None and entry.held_out_error is not None
             assert 1e-6 < entry.seconds(v=2, length=32) < 0.1
             assert entry.sampled_v == (1, 4) and entry.sampled_length[1] == 48
+            assert 0.05 < entry.alone_share <= 1.0
     link = costs.link("CPU@1t", "CPU@1t", same_node=True)
     assert link is not None and 1e-6 < link.alpha_s < 0.1
+    assert link.occupied_s is not None and 1e-6 < link.occupied_s < 0.1
     assert CostModel.parse_data(json.loads(costs.dump_json()), where="again") == costs
 
     lines = samples.read_text().splitlines(keepends=True)
