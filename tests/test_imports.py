@@ -52,7 +52,7 @@ runtime/request_output, runtime/sampling_params, runtime/step, \
 runtime/token_rules, runtime/trace, runtime/vllm_options (one level)
 runtime/step <- runtime/models, runtime/weights, runtime/cache (one level) <- runtime/drafts
 runtime/drafts <- runtime/backends <- runtime/engine <- runtime/launch
-runtime/launch <- runtime/simulate
+runtime/launch <- runtime/simulate <- runtime/elastic
 runtime/launch <- runtime/response_stream, runtime/plan_choice, runtime/replan <- runtime/llm
 runtime/replan <- runtime/elastic <- runtime/slow_watch <- runtime/llm
 runtime/step <- runtime/links <- runtime/engine

@@ -1,11 +1,16 @@
 """Which drafted tokens the verifier keeps, and the one it adds.
 
 Greedy rows keep the longest prefix of drafts that are the verifier's own choices, then take its
-next choice. Sampled rows follow Leviathan et al. 2023 (arXiv 2211.17192): draft x, drawn from q, is
+next choice. So do sampled rows whose drafts were not drawn (n-grams): the verifier's choice at a
+place is what it draws there without drafts, so that answers are the same with drafts and without,
+wherever rounds begin; x is kept with probability p(x), the most there is for such drafts.
+
+Drafts that were drawn follow Leviathan et al. 2023 (arXiv 2211.17192): draft x, drawn from q, is
 kept with probability min(1, p(x) / q(x)); the first one refused is replaced by a draw from
 max(p - q, 0), renormalised; after all of them comes a draw from p. The result is distributed
-exactly as p. Each decision has a random number of its own, from the request's seed and the token's
-index, so a row does not depend on its batch-mates.
+exactly as p, but which token it is depends on where the round began. Each decision has a random
+number of its own, from the request's seed and the token's index, so a row does not depend on its
+batch-mates.
 
 Legend: B rows, R sampled rows, Q = drafts + 1 positions, G drafts, V vocabulary, p verifier,
 q drafter.
@@ -92,7 +97,7 @@ def accept(
     They end with `NOT_FINITE_TOKEN` at a position whose logits are not finite.
 
     `draft_probs` are the distributions the drafts were drawn from; None where they were not drawn
-    (n-gram drafts), which counts as certainty. `steps` is the index of each row's first new token.
+    (n-gram drafts). `steps` is the index of each row's first new token.
     """
     likeliest_BQ = likeliest(logits_BQV)
     choices: list[list[int]] = finite_choices(likeliest_BQ, logits_BQV, likeliest=True).tolist()
@@ -100,18 +105,33 @@ def accept(
     sampled = [row for row, sampling in enumerate(params) if not sampling.greedy]
     elements = _ELEMENTS_ON_GPU if logits_BQV.is_cuda else _ELEMENTS_AT_ONCE
     at_once = max(1, elements // logits_BQV[0].numel())
-    for start in range(0, len(sampled), at_once):
-        rows = sampled[start : start + at_once]
-        chosen = _accept_sampled(
-            logits_BQV[rows],
-            [drafts[row] for row in rows],
-            [draft_probs[row] for row in rows],
-            [params[row] for row in rows],
-            [steps[row] for row in rows],
-        )
-        for row, tokens in zip(rows, chosen, strict=True):
-            results[row] = _while_finite(tokens, choices[row])
+    for drawn in (False, True):
+        alike = [row for row in sampled if (draft_probs[row] is not None) == drawn]
+        for start in range(0, len(alike), at_once):
+            rows = alike[start : start + at_once]
+            how = [params[row] for row in rows], [steps[row] for row in rows]
+            own = [drafts[row] for row in rows]
+            if drawn:
+                probs = [draft_probs[row] or () for row in rows]
+                chosen = _accept_drawn(logits_BQV[rows], own, probs, *how)
+            else:
+                picked = _draws(logits_BQV[rows], *how)
+                chosen = [_accept_greedy(*pair) for pair in zip(picked, own, strict=True)]
+            for row, tokens in zip(rows, chosen, strict=True):
+                results[row] = _while_finite(tokens, choices[row])
     return results
+
+
+def _draws(
+    logits_RQV: Tensor, params: Sequence[SamplerConfig], steps: Sequence[int]
+) -> list[list[int]]:
+    """Return the token that each row draws at each place without drafts."""
+    width = logits_RQV.shape[1]
+    repeated = [sampling for sampling in params for _ in range(width)]
+    numbers_RQ = _uniforms(params, steps, width, 0).to(logits_RQV.device)
+    p_NV = probabilities(logits_RQV.flatten(0, 1), repeated)
+    found: list[list[int]] = draw(p_NV, numbers_RQ.flatten()).view(-1, width).tolist()
+    return found
 
 
 def _accept_greedy(choices: Sequence[int], drafted: Sequence[int]) -> list[int]:
@@ -128,10 +148,10 @@ def _while_finite(tokens: list[int], choices: Sequence[int]) -> list[int]:
     return [*tokens[: choices.index(NOT_FINITE_TOKEN)], NOT_FINITE_TOKEN][: len(tokens)]
 
 
-def _accept_sampled(
+def _accept_drawn(
     logits_RQV: Tensor,
     drafts: Sequence[Sequence[int]],
-    draft_probs: Sequence[Sequence[Tensor] | None],
+    draft_probs: Sequence[Sequence[Tensor]],
     params: Sequence[SamplerConfig],
     steps: Sequence[int],
 ) -> list[list[int]]:
@@ -144,7 +164,7 @@ def _accept_sampled(
     count_R = torch.tensor(counts).to(device)
     padded = [[*row, *[0] * (width - len(row))] for row in drafts]
     tokens_RG = torch.tensor(padded, dtype=torch.long).view(len(drafts), width).to(device)
-    q_RQV = _drafters(p_RQV, tokens_RG, draft_probs)
+    q_RQV = _drafters(p_RQV, draft_probs)
     stop_R = _first_refused(p_RQV, q_RQV, tokens_RG, count_R, params, steps)
     rows_R = torch.arange(len(drafts), device=device)
     p_RV, q_RV = p_RQV[rows_R, stop_R], q_RQV[rows_R, stop_R]
@@ -188,15 +208,11 @@ def _first_refused(
     return ends_RQ.to(torch.long).argmax(dim=1)
 
 
-def _drafters(
-    p_RQV: Tensor, tokens_RG: Tensor, draft_probs: Sequence[Sequence[Tensor] | None]
-) -> Tensor:
-    """Return the distributions the drafts come from; certainty where they were not drawn."""
+def _drafters(p_RQV: Tensor, draft_probs: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the distributions the drafts come from."""
     q_RQV = torch.zeros_like(p_RQV)
     for row, probs in enumerate(draft_probs):
-        if probs is None:
-            q_RQV[row, : tokens_RG.shape[1]].scatter_(1, tokens_RG[row, :, None], 1.0)
-        elif probs:
+        if probs:
             q_RQV[row, : len(probs)] = torch.stack(list(probs))
     return q_RQV
 

@@ -17,7 +17,7 @@ from llmpq.runtime.drafts import acceptance, ngram
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.models.sampling import probabilities
+from llmpq.runtime.models.sampling import probabilities, sample
 from llmpq.runtime.request import PagedRow, Request, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step import message_of_rows
@@ -332,6 +332,21 @@ def test_certain_drafts_are_verified_like_drawn_ones():
         logits = p_logits.expand(1, 2, VOCAB)
         counts[acceptance.accept(logits, [[2]], [None], params, [0])[0][0]] += 1
     assert chi_square(counts, p) < 20.5
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_with_certain_drafts_tokens_are_those_without(seed):
+    """Whatever is proposed, and wherever a round begins: as an answer goes on elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, 4, VOCAB, generator=generator)
+    params = [SamplerConfig(temperature=0.7, top_p=0.95, seed=seed)]
+    plain = [int(sample(logits[:, place], params, [5 + place])[0]) for place in range(4)]
+    for first in range(4):
+        for drafts in ([], plain[first:3], [(t + 1) % VOCAB for t in plain[first:3]],
+                       [*plain[first : first + 1], 0, 0][: 3 - first]):  # fmt: skip
+            kept = acceptance.accept(logits[:, first:], [drafts], [None], params, [5 + first])[0]
+            agreed = next((i for i, t in enumerate(drafts) if t != plain[first + i]), len(drafts))
+            assert kept == plain[first : first + agreed + 1]
 
 
 def test_rows_are_decided_as_each_would_be_alone():
