@@ -90,7 +90,9 @@ class ThreadStage:
     def __init__(self, actor: StageWorker, rendezvous: ThreadRendezvous) -> None:
         self._actor: StageWorker | None = actor
         self._rendezvous = rendezvous
+        self._lock = threading.Lock()
         self._calls: set[threading.Thread] = set()
+        """Changed under the lock: who waits for them must find none that has yet to start."""
         self._load: threading.Thread | None = None
 
     def call(self, method: str, *args: object) -> Future[Any]:
@@ -115,8 +117,9 @@ class ThreadStage:
         thread = threading.Thread(target=work, daemon=True, name=f"llmpq {method}")
         if method == "load":
             self._load = thread
-        self._calls = {call for call in self._calls if call.is_alive()} | {thread}
-        thread.start()
+        with self._lock:
+            thread.start()
+            self._calls = {call for call in self._calls if call.is_alive()} | {thread}
         return answer
 
     def kill(self, pid: int) -> None:
@@ -127,7 +130,9 @@ class ThreadStage:
     def wait(self, limit_s: float) -> None:
         """Wait until the loop and whatever else was asked for has ended; not long for a load."""
         end_s = time.monotonic() + limit_s
-        for thread in list(self._calls):
+        with self._lock:
+            calls = list(self._calls)
+        for thread in calls:
             most_s = _LOAD_END_S if thread is self._load else limit_s
             thread.join(max(0.0, min(most_s, end_s - time.monotonic())))
 
