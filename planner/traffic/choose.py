@@ -17,21 +17,21 @@ def is_far_below(rate_per_s: float, steady_per_s: float) -> bool:
     return rate_per_s <= FAR_BELOW * steady_per_s
 
 
-def best_of_steps(
+def best_variant(
     way: Way,
-    step_tokens: Iterable[int],
+    sizes: Iterable[int],
     simulated: Callable[[int], Way | None],
     worth: Callable[[Way], Any],
 ) -> Way:
-    """Return the best of a way and of the same with steps of other tokens.
+    """Return the best of a way and of the same with other sizes: of steps, of requests at once.
 
-    `simulated`: the way with steps of so many tokens, None where there is no such plan; a
-    `TimeoutError` ends the search.
+    `simulated`: the way with a size, None where there is no such plan; a `TimeoutError` ends the
+    search.
     """
     best = way
-    for tokens in step_tokens:
+    for size in sizes:
         try:
-            other = simulated(tokens)
+            other = simulated(size)
         except TimeoutError:
             break
         if other is not None and worth(other) > worth(best):

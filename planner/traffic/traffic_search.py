@@ -21,7 +21,7 @@ from llmpq.planner.solving.count_vectors import CountVectors, Vector
 from llmpq.planner.solving.device_groups import with_groups
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.topology_search import equal_shares
-from llmpq.planner.traffic.choose import best_of_steps, best_under_all, is_far_below
+from llmpq.planner.traffic.choose import best_under_all, best_variant, is_far_below
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic
 from llmpq.planner.traffic.rates import (
@@ -142,14 +142,28 @@ class _Search:
             self.known[key] = self.planner.plan(places, requests, step_tokens)
         return self.known[key]
 
-    def best_of(self, v: Vector, step_tokens: int | None = None) -> EnginePlan | None:
-        """Return the best plan that is known of an engine, or of its steps of so many tokens."""
-        like, steps = self.vectors.canonical(v), step_tokens
-        found = [
+    def plans_of(
+        self, v: Vector, *, step_tokens: int | None = None, at_once: int | None = None
+    ) -> list[EnginePlan]:
+        """Return the plans that are known of an engine.
+
+        Those of steps of so many tokens, for so many requests at once, where these are given.
+        """
+        like = self.vectors.canonical(v)
+        return [
             one
-            for (own, _, tokens), one in self.known.items()
-            if own == like and one is not None and steps in (None, tokens)
+            for (own, requests, tokens), one in self.known.items()
+            if own == like
+            and one is not None
+            and step_tokens in (None, tokens)
+            and at_once in (None, requests)
         ]
+
+    def best_of(
+        self, v: Vector, *, step_tokens: int | None = None, at_once: int | None = None
+    ) -> EnginePlan | None:
+        """Return the best of the plans that are known of an engine."""
+        found = self.plans_of(v, step_tokens=step_tokens, at_once=at_once)
         return max(found, key=self.planner.worth, default=None)
 
     @property
@@ -188,9 +202,11 @@ class _Search:
             )
         return self.rates[key]
 
-    def own(self, v: Vector, used: list[int], step_tokens: int | None) -> EnginePlan | None:
+    def own(
+        self, v: Vector, used: list[int], *, step_tokens: int | None, at_once: int | None
+    ) -> EnginePlan | None:
         """Return that plan on the next devices that are not used."""
-        best = self.best_of(v, step_tokens)
+        best = self.best_of(v, step_tokens=step_tokens, at_once=at_once)
         if best is None:
             return None
         places = self.vectors.places(v, used)
@@ -200,13 +216,16 @@ class _Search:
         return self.planner.plan(places, batch, best.step_tokens)
 
     def engines(
-        self, chosen: Sequence[Vector], step_tokens: int | None = None
+        self,
+        chosen: Sequence[Vector],
+        *,
+        step_tokens: int | None = None,
+        at_once: int | None = None,
     ) -> tuple[EnginePlan, ...] | None:
-        """Return the best plans of disjoint engines, or those of steps of so many tokens; None
-        where one has none."""
+        """Return the best plans of disjoint engines, as of `best_of`; None where one has none."""
         used, found = [0] * len(self.vectors.counts), []
         for v in chosen:
-            one = self.own(v, used, step_tokens)
+            one = self.own(v, used, step_tokens=step_tokens, at_once=at_once)
             if one is None:
                 return None
             found.append(one)
@@ -321,7 +340,10 @@ def _all_valued(
             one = None if engines is None else _simulated(search, name, engines)
         except TimeoutError:
             one, search.late = None, True
-        found[name] = None if one is None else _with_best_steps(search, one, vectors)
+        if one is not None:
+            one = _with_best_steps(search, one, vectors)
+            one = _for_best_requests(search, one, vectors)
+        found[name] = one
     search.deadline_s = end_s
     return found
 
@@ -338,12 +360,30 @@ def _with_best_steps(search: _Search, one: Valued, vectors: Sequence[Vector]) ->
     known = {engine.step_tokens for engine in one.engines}
 
     def simulated(step_tokens: int) -> Valued | None:
-        engines = None if known == {step_tokens} else search.engines(vectors, step_tokens)
-        if engines is None or search.left_s() < 0:
+        engines = search.engines(vectors, step_tokens=step_tokens)
+        if known == {step_tokens} or engines is None or search.left_s() < 0:
             return None
         return _simulated(search, one.name, engines)
 
-    return best_of_steps(one, STEP_TOKENS, simulated, search.worth)
+    return best_variant(one, STEP_TOKENS, simulated, search.worth)
+
+
+def _for_best_requests(search: _Search, one: Valued, vectors: Sequence[Vector]) -> Valued:
+    """Return engines planned for the requests at once with which answers end soonest.
+
+    Where that counts: the highest rate is of many at once, and bits that are quickest for these are
+    not for a few.
+    """
+    if search.objective != "latency" and not search.worth(one)[0]:
+        return one
+
+    def simulated(requests: int) -> Valued | None:
+        engines = search.engines(vectors, at_once=requests)
+        if engines in (None, one.engines) or search.left_s() < 0:
+            return None
+        return _simulated(search, one.name, engines)
+
+    return best_variant(one, REQUESTS_AT_ONCE, simulated, search.worth)
 
 
 def _unsimulated(search: _Search, chosen: Sequence[Vector]) -> Valued:
@@ -398,10 +438,17 @@ def _chosen(search: _Search) -> list[Vector]:
 
 
 def _latency(search: _Search, v: Vector) -> float:
-    best = search.best_of(v)
-    assert best is not None
-    steady = best.steady
-    return (steady.ttft_s + steady.tpot_s * search.planner.lengths.output) * best.gain
+    """Return the lowest latency of an engine's plans that keep the traffic's rate, if any does.
+
+    Its loss lengthens it, as the preference weighs both.
+    """
+    plans, rate = search.plans_of(v), search.traffic.rate_per_s or 0.0
+    able = [one for one in plans if one.steady.rate_per_s >= rate] or plans
+    output, price = search.planner.lengths.output, search.planner.price
+    return min(
+        (one.steady.ttft_s + one.steady.tpot_s * output) * one.gain * math.exp(price * one.loss)
+        for one in able
+    )
 
 
 def _simple(search: _Search) -> dict[str, list[Vector]]:

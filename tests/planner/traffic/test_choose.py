@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.planner.traffic.choose import best_of_steps, best_under_all, is_far_below
+from llmpq.planner.traffic.choose import best_under_all, best_variant, is_far_below
 
 pytestmark = pytest.mark.pure
 
@@ -41,7 +41,7 @@ def test_steps_of_other_tokens_are_tried_while_there_is_time(
             raise TimeoutError
         return None if rates[tokens] is None else tokens
 
-    found = best_of_steps(0, rates, simulated, lambda tokens: {0: 1.0, **rates}[tokens])
+    found = best_variant(0, rates, simulated, lambda tokens: {0: 1.0, **rates}[tokens])
     assert found == best and asked == tried
 
 

@@ -368,6 +368,19 @@ def test_the_lowest_latency_is_of_the_quickest_card(tmp_path: Path) -> None:
     assert stage.kind.startswith("V100")
 
 
+def test_the_lowest_latency_has_the_bits_of_few_requests(tmp_path: Path) -> None:
+    """Of 64 requests 16 bits are quickest, their prompts are; of those that come here 8, by far."""
+    path = tmp_path / "plan.json"
+    flags = ["--model", "llama-3.1-8b", "--devices", "3090", "--prompt", "500", "--gen", "100"]
+    words = ["--rate", "0.1", "--objective", "latency", "--requests", "8"]
+    assert main([*flags, *words, "-o", str(path)]) == 0
+    free = read_plan(path).plans[0].traffic
+    assert main([*flags, *words, "--bits", "8", "-o", str(path)]) == 0
+    eight = read_plan(path).plans[0].traffic
+    assert free is not None and eight is not None
+    assert free.predicted.latency_s.mean < 1.1 * eight.predicted.latency_s.mean
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
