@@ -157,7 +157,10 @@ def test_a_plan_of_one_device_goes_on_over_two_with_all_requests_in_a_step(demo_
 
 @pytest.mark.pure
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "model"), [(3, "opt-30b"), (6, "opt-66b"), (8, "bloom-176b")])
+@pytest.mark.parametrize(
+    ("number", "model"),
+    [(3, "opt-30b"), pytest.param(6, "opt-66b", marks=pytest.mark.seldom), (8, "bloom-176b")],
+)
 def test_the_papers_clusters_are_planned_again_in_time(number, model):
     """A second of CPU is meant (benchmarks/replan.py); tests allow for slow machines."""
     spec = ModelSpec.by_name(model)

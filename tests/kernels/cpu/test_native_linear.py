@@ -3,6 +3,7 @@
 import itertools
 import os
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -51,35 +52,52 @@ def _weight(n, k, bits, group, symmetric, dtype):
     return q
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_few_rows_equal_their_twin_on_odd_shapes(level, dtype):
+@cache
+def _few_rows(dtype):
+    """Return operands on odd shapes and the exact product, the same for every level."""
     torch.manual_seed(0)
+    found = []
     for (bits, group, symmetric), (n, k) in _cases(SHAPES):
         q = _weight(n, k, bits, group, symmetric, dtype)
         for m in (1, 2, 7, 13):
             x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
             exact = linear_reference(x, q, bias, exact=True)
-            y = multiply_packed(x, q, bias)
-            assert y.dtype == dtype
-            error = relative_error(y, exact)
-            assert error < TOLERANCE[dtype], (bits, group, symmetric, n, k, m)
+            found.append(((bits, group, symmetric, n, k, m), q, x, bias, exact))
+    return found
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_rows_in_eight_bits_equal_their_twin_on_odd_shapes(level, dtype):
+def test_few_rows_equal_their_twin_on_odd_shapes(level, dtype):
+    for case, q, x, bias, exact in _few_rows(dtype):
+        y = multiply_packed(x, q, bias)
+        assert y.dtype == dtype
+        assert relative_error(y, exact) < TOLERANCE[dtype], case
+
+
+@cache
+def _rows_of_bytes(dtype):
+    """The same of numbers that 8 bits hold: where instructions round a half apart, sums differ."""
     torch.manual_seed(0)
+    found = []
     for (bits, group, symmetric), (n, k) in _cases(SHAPES):
         q = replace(_weight(n, k, bits, group, symmetric, dtype), activation_bits=8)
         for m in (1, 3, 13):
-            # Numbers that 8 bits hold: where two instructions round a half apart, sums differ.
             x = torch.randint(-126, 127, (m, k)).float()
             x[:, ::GROUP] = 127
             x, bias = (x / 16).to(dtype), torch.randn(n).to(dtype)
             x[0] *= 1 if m == 1 else 1 / 8
             assert (rounded_to_bytes(x) - x).abs().max() < 1e-6
             exact = linear_reference(x, q, bias, exact=True)
-            error = relative_error(multiply_packed(x, q, bias), exact)
-            assert error < TOLERANCE[dtype], (bits, group, symmetric, n, k, m)
+            found.append(((bits, group, symmetric, n, k, m), q, x, bias, exact))
+    return found
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_rows_in_eight_bits_equal_their_twin_on_odd_shapes(level, dtype):
+    torch.manual_seed(0)
+    for case, q, x, bias, exact in _rows_of_bytes(dtype):
+        error = relative_error(multiply_packed(x, q, bias), exact)
+        assert error < TOLERANCE[dtype], case
     x = torch.randn(5, 2176)
     for bits in (3, 4, 8):
         q = replace(_weight(65, 2176, bits, 128, False, torch.float32), activation_bits=8)
@@ -99,31 +117,54 @@ def test_rows_dequantise_to_the_nearest_number(level, bits, dtype):
             assert torch.equal(got, q.dequantize(dtype)[start:stop])
 
 
-def test_rows_of_a_prompt_equal_their_twin_on_odd_shapes(level):
+@cache
+def _rows_of_a_prompt():
     torch.manual_seed(0)
     # A tile's columns and a few more; more rows than stay together, all of k in several parts.
     wanted = {(33, 200): (17, 33), (65, 2176): (70,), LARGEST: (545,)}
+    found = []
     for (bits, group, symmetric), (n, k) in _cases(wanted):
         q = _weight(n, k, bits, group, symmetric, torch.bfloat16)
         for m in wanted[n, k]:
-            _check_rows(q, torch.randn(m, k).bfloat16(), (bits, group, symmetric, n, k, m))
+            x = torch.randn(m, k).bfloat16()
+            found.append(((bits, group, symmetric, n, k, m), *_with_product(q, x)))
+    return found
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_rows_of_a_prompt_in_other_numbers_equal_their_twin(level, dtype):
+def _with_product(q, x):
+    bias = torch.randn(q.out_features).to(x.dtype)
+    return q, x, bias, linear_reference(x, q, bias, exact=True)
+
+
+def test_rows_of_a_prompt_equal_their_twin_on_odd_shapes(level):
+    for given in _rows_of_a_prompt():
+        _check_rows(*given)
+
+
+@cache
+def _rows_in_other_numbers(dtype):
     torch.manual_seed(0)
+    found = []
     for bits, group, symmetric in SCHEMES:
         q = _weight(81, 333, bits, group, symmetric, dtype)
         x = torch.randint(-126, 127, (50, 333)).float()
         x[:, ::GROUP] = 127
-        _check_rows(q, (torch.randn(43, 333)).to(dtype), (bits, group, symmetric))
-        in_bytes = replace(q, activation_bits=8)
-        _check_rows(in_bytes, (x / 16).to(dtype), (bits, group, symmetric, "bytes"))
+        plain = _with_product(q, torch.randn(43, 333).to(dtype))
+        in_bytes = _with_product(replace(q, activation_bits=8), (x / 16).to(dtype))
+        found += [
+            ((bits, group, symmetric), *plain),
+            ((bits, group, symmetric, "bytes"), *in_bytes),
+        ]
+    return found
 
 
-def _check_rows(q, x, case):
-    bias = torch.randn(q.out_features).to(x.dtype)
-    exact = linear_reference(x, q, bias, exact=True)
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_rows_of_a_prompt_in_other_numbers_equal_their_twin(level, dtype):
+    for given in _rows_in_other_numbers(dtype):
+        _check_rows(*given)
+
+
+def _check_rows(case, q, x, bias, exact):
     y = q.matmul(x, bias)
     assert y.dtype == x.dtype and y.shape == exact.shape
     error = relative_error(y, exact)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import cache
 
 import pytest
 
@@ -44,6 +47,11 @@ CASES = {
         "llama-3.1-8b",
         32 * 8 * (4 * 8 * (128 * 128 + (128 + 128) * 4) + 160 * 4096) / GIB,
     ),
+    "with room": (
+        "--devices a6000 --bits 16 --batch 4 --prompt-len 600 --gen-len 200",
+        "llama-2-7b",
+        32 * 4 * 896 * 16384 / GIB,
+    ),
     "CPU": (
         f"--devices cpu=64GB+8threads {JOB} --dtype bfloat16",
         "llama-3.1-8b",
@@ -52,16 +60,30 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Plan, str]]:
+    """Return the plan of a case, and what the command prints; each is made once."""
+
+    @cache
+    def plan(name: str) -> tuple[Plan, str]:
+        flags, model, _ = CASES[name]
+        path, said = tmp_path_factory.mktemp("planned") / "plan.json", io.StringIO()
+        with redirect_stdout(said):
+            assert main([*flags.split(), "--model", model, "-o", str(path)]) == 0
+        return Plan.load(path), said.getvalue()
+
+    return plan
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_counts_the_pool_that_its_run_keeps(
-    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    name: str, planned: Callable[[str], tuple[Plan, str]]
 ) -> None:
     """In a batch job, and where requests come live."""
-    flags, model, by_hand = CASES[name]
-    path = tmp_path / "plan.json"
-    assert main([*flags.split(), "--model", model, "-o", str(path)]) == 0, capsys.readouterr().err
-    assert "KV pool: " in capsys.readouterr().out
-    plan, spec = Plan.load(path), ModelSpec.by_name(model)
+    _, model, by_hand = CASES[name]
+    plan, said = planned(name)
+    assert "KV pool: " in said
+    spec = ModelSpec.by_name(model)
     assert plan.pool is not None and plan.prefill_chunk == 512
     counted = [stage.memory.kv_bytes for stage in plan.stages if stage.memory is not None]
     assert counted == list(plan.pool.stage_bytes)
@@ -83,11 +105,8 @@ def test_a_plan_counts_the_pool_that_its_run_keeps(
             assert pool.size.num_blocks == plan.pool.num_blocks
 
 
-def test_the_check_counts_the_pool_anew(tmp_path: Path) -> None:
-    flags, model, _ = CASES["rounded to blocks"]
-    path = tmp_path / "plan.json"
-    assert main([*flags.split(), "--model", model, "-o", str(path)]) == 0
-    plan = Plan.load(path)
+def test_the_check_counts_the_pool_anew(planned: Callable[[str], tuple[Plan, str]]) -> None:
+    plan, _ = planned("rounded to blocks")
     check_alone(plan)
     assert plan.pool is not None
     fewer = plan.pool.model_copy(update={"num_blocks": plan.pool.num_blocks - 1})
@@ -96,11 +115,10 @@ def test_the_check_counts_the_pool_anew(tmp_path: Path) -> None:
     check_alone(plan.model_copy(update={"pool": None}))
 
 
-def test_an_older_plan_that_counts_a_slot_for_each_request_is_refused(tmp_path: Path) -> None:
-    flags, model, _ = CASES["rounded to blocks"]
-    path = tmp_path / "plan.json"
-    assert main([*flags.split(), "--model", model, "-o", str(path)]) == 0
-    plan = Plan.load(path)
+def test_an_older_plan_that_counts_a_slot_for_each_request_is_refused(
+    planned: Callable[[str], tuple[Plan, str]],
+) -> None:
+    plan, _ = planned("rounded to blocks")
     first = plan.stages[0]
     assert first.memory is not None
     less = {
@@ -116,13 +134,11 @@ def test_an_older_plan_that_counts_a_slot_for_each_request_is_refused(tmp_path: 
 
 @pytest.mark.parametrize("mode", ["kv4", "w4kv4"])
 def test_the_copy_that_drafts_read_is_counted_beside_the_pool(
-    mode: SpeculationMode, tmp_path: Path
+    mode: SpeculationMode, planned: Callable[[str], tuple[Plan, str]]
 ) -> None:
     """A run has all blocks that the plan states where it has room for the copy, too."""
-    path, spec = tmp_path / "plan.json", ModelSpec.by_name("llama-2-7b")
-    words = "--devices a6000 --model llama-2-7b --bits 16 --batch 4 --prompt-len 600 --gen-len 200"
-    assert main([*words.split(), "-o", str(path)]) == 0
-    made = Plan.load(path)
+    spec = ModelSpec.by_name("llama-2-7b")
+    made, _ = planned("with room")
     drafts = Speculation(
         mode=mode, gamma=2, acceptance=0.8, extra_bytes=draft_bytes(made, spec, 0, mode)
     )

@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -77,6 +78,12 @@ class _Oracle:
                 best = min(best, waves * one.outcome.value)
             self.known[kinds, rows] = best
         return self.known[kinds, rows]
+
+
+@cache
+def _oracle(seed: int) -> _Oracle:
+    """Return that of a problem which several tests have: engines are valued once."""
+    return _Oracle(_problem(seed))
 
 
 def _groupings(names: list[str]) -> Iterator[list[tuple[str, ...]]]:
@@ -161,8 +168,7 @@ def test_it_is_never_worse_than_simple_topologies() -> None:
 
 def test_so_many_engines_are_the_best_of_so_many() -> None:
     for seed in range(300, 304):
-        p = _problem(seed)
-        oracle = _Oracle(p)
+        p, oracle = _problem(seed), _oracle(seed)
         for engines in (1, 2, 3):
             best = oracle.best(engines)
             known = KnownPipeline(value=oracle.best(1) if engines > 1 else math.inf)
@@ -180,8 +186,7 @@ def test_so_many_engines_are_dealt_by_speed_from_the_first_round_on(
     monkeypatch.setattr(topology_search, "MOST_ROUNDS", 2)
     early = 0
     for seed in range(300, 304):
-        p = _problem(seed)
-        oracle = _Oracle(p)
+        p, oracle = _problem(seed), _oracle(seed)
         best, known = oracle.best(2), KnownPipeline(value=oracle.best(1))
         if math.isfinite(best) and math.isfinite(known.value):
             found = TopologySearch(p, OPTIONS, known=known, exactly=2, gap=0.0).run()

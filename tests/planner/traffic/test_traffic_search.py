@@ -293,7 +293,7 @@ def test_simpler_ways_are_beside_the_plan_in_one_measure(
     words: list[str], unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of more requests than plans are compared by: the plan is best in its own column."""
-    _planned(["--devices", "t4,v100", *words, "--requests", "90"], tmp_path / "plan.json")
+    _planned(["--devices", "t4,v100", *words, "--requests", "70"], tmp_path / "plan.json")
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     alone = "engines by themselves, their rates added, for comparison:"
     few = "by the first 64 requests alone, for comparison:"

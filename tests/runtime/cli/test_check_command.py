@@ -56,9 +56,9 @@ def test_seconds_that_nothing_can_wait(flag, seconds, capsys):
     assert f"{flag} must be a positive number of seconds, at most 10000000, got {seconds};" in line
 
 
-def test_a_model_that_is_not_the_plans(demo_model, tiny_models, plan_file, ray_session, capsys):
+def test_a_model_that_is_not_the_plans(demo_model, tiny_models, plan_file, capsys):
     path, other = plan_file(demo_model), tiny_models.directory("llama")
-    code = main(["check", str(path), "--model", str(other), "--ray-address", ray_session])
+    code = main(["check", str(path), "--model", str(other)])
     assert code == ExitCode.MISMATCH
     assert "copy the right one there" in capsys.readouterr().err
 

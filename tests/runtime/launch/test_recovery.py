@@ -122,7 +122,7 @@ def test_answers_are_those_of_an_undisturbed_run(llm, undisturbed, victims, agai
 @pytest.mark.parametrize(
     ("backend", "shares", "victim"),
     [
-        ("ray", (), 2),
+        pytest.param("ray", (), 2, marks=pytest.mark.seldom),
         ("ray", (), 0),
         ("processes", [(1,), (1, 1), (1,)], 1),
         ("processes", [(1,), (1, 1), (1,)], 2),

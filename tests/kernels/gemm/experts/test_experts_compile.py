@@ -83,7 +83,7 @@ def dense(arch, dtype, bm, fuse):
     build(dense_expert_kernel, arch, dtype, constants, num_warps=warps)
 
 
-@pytest.mark.thin
+@pytest.mark.thin(apart=True)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("bits", "bm", "fuse"),
@@ -96,7 +96,7 @@ def test_packed_products_compile(arch, bits, bm, fuse):
     packed(arch, bits, bm, gather=fuse or bm != 16, fuse=fuse)
 
 
-@pytest.mark.thin
+@pytest.mark.thin(apart=True)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("dtype", "bm", "fuse"),

@@ -40,7 +40,7 @@ def build(arch, bm, *, dtype="bf16", fuse=False, groups=23):
     return made
 
 
-@pytest.mark.thin
+@pytest.mark.thin(apart=True)
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
 @pytest.mark.parametrize(
     ("dtype", "bm", "fuse"),

@@ -60,7 +60,7 @@ def seldom(*case):
 DECODE, CHUNK = "decode", "chunk"
 CASES = [
     (MODELS[0], 89, DECODE), (MODELS[1], 120, CHUNK), (MODELS[2], 100, DECODE),
-    (MODELS[3], 86, DECODE), (MODELS[4], 120, CHUNK), (MODELS[6], 86, CHUNK),
+    (MODELS[3], 86, DECODE), (MODELS[6], 86, CHUNK),
     (MODELS[7], 86, DECODE), (MODELS[8], 90, CHUNK), (MODELS[10], 90, DECODE),
     (MODELS[12], 90, DECODE), (MODELS[13], 86, CHUNK),
 ]  # fmt: skip

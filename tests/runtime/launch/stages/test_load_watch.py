@@ -158,6 +158,7 @@ def test_a_stage_that_hangs_in_its_load_is_named(demo_model, make_plan, monkeypa
             return super().load()
 
     monkeypatch.setattr(thread_launcher, "StageWorker", Hanging)
+    monkeypatch.setattr(thread_launcher, "_LOAD_END_S", 0.1)
     plan, options = (
         make_plan(demo_model, (4,)),
         EngineOptions(backend="threads", deadlines=Deadlines(stall_s=2)),
