@@ -2,13 +2,15 @@
 
     python benchmarks/mtp_drafts.py --write
     python benchmarks/mtp_drafts.py --gpu --layers 16 --hidden 4096 --ffn 14336 --write
+    ... --gpu --stages 2 --backend processes
 
 A checkpoint is written into a temporary folder: its token embeddings are orthonormal and what
 attention and MLPs give is zero, so that the next token is a permutation of the last one, and the
 head predicts the same permutation, but for a random share of tokens. All products are computed as
-of any weights. One request is decoded over two stages, each a thread (`--gpu`: on one GPU, by its
-own times), in turn plainly, with drafts and with drafts of a length chosen by the clock; the value
-is the median of the ratios of neighbouring runs, the tokens of all of them must be equal.
+of any weights. One request is decoded over two stages, each a thread (`--gpu`: by one stage, whose
+own times choose; of several each has all of the first GPU, whose turns they take), in turn plainly,
+with drafts and with drafts of a length chosen by the clock; the value is the median of the ratios
+of neighbouring runs, the tokens of all of them must be equal.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import statistics
 import sys
 import tempfile
 import time
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from lib.rows import write_row
 from llmpq import LLM, SamplingParams
 from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
 from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.launch.plans.manual_plan import manual_plan, on_gpu
 from llmpq.runtime.models.stage_model import DTYPES
@@ -150,23 +154,26 @@ def measure(args: argparse.Namespace, agreement: float) -> dict[str, Any]:
         spec = ModelSpec.from_directory(folder)
         plan = manual_plan(
             spec,
-            splits=() if args.gpu else (args.layers // 2,),
+            splits=[args.layers * stage // args.stages for stage in range(1, args.stages)],
             precision=Precision.parse(args.bits),
             prefill_microbatch=1,
             decode_microbatch=1,
             model_dir=str(folder),
             workload=Workload(batch=1, prompt_len=32, gen_len=args.tokens, dtype=dtype),
         )
-        plan = on_gpu(plan) if args.gpu else plan
+        plan = _on_first_gpu(plan) if args.gpu else plan
         costs = folder / "costs.json"
         _costs(plan).save_json(costs)
-        times = {} if args.gpu else {"costs": str(costs)}
+        times = {} if args.gpu and args.stages == 1 else {"costs": str(costs)}
         ways: dict[str, dict[str, Any]] = {
             "plain": {},
             "mtp": {"speculate": "mtp", "gamma": args.gamma},
             "auto": {"speculate": "mtp", "gamma": "auto", **times},
         }
-        engines = {w: LLM(plan=plan, backend="threads", **more) for w, more in ways.items()}
+        start = partial(LLM, plan=plan, backend=args.backend)
+        with ThreadPoolExecutor(len(ways) if args.backend == "processes" else 1) as pool:
+            started = {way: pool.submit(start, **more) for way, more in ways.items()}
+        engines = {way: engine.result() for way, engine in started.items()}
         params = SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True)
         rates: dict[str, list[float]] = {way: [] for way in ways}
         try:
@@ -193,7 +200,14 @@ def measure(args: argparse.Namespace, agreement: float) -> dict[str, Any]:
     return {"tokens_per_s": medians, "ratios": ratios, "speculation": seen}
 
 
-def _costs(plan: Any) -> CostModel:
+def _on_first_gpu(plan: Plan) -> Plan:
+    """Return the plan with all stages on the first GPU."""
+    plan = on_gpu(plan)
+    stages = [stage.model_copy(update={"device_index": 0}) for stage in plan.stages]
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def _costs(plan: Plan) -> CostModel:
     """Return a decode step of 1 ms a layer: where drafts lose, the clock says so."""
     kinds = {stage.profile_kind for stage in plan.stages}
     entries = [
@@ -203,7 +217,7 @@ def _costs(plan: Any) -> CostModel:
             phase=phase,
             precision=plan.stages[0].precisions[0],
             kv=KVPrecision.KV16,
-            dtype="float32",
+            dtype=plan.workload.dtype,
             regimes=(Regime(terms={"1": seconds}),),
             source="profile",
         )
@@ -224,6 +238,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ffn", type=int, default=2048)
     parser.add_argument("--gpu", action="store_true", help="on one GPU in bfloat16")
+    parser.add_argument("--stages", type=int, help="default: 2, with --gpu 1")
+    parser.add_argument("--backend", choices=("threads", "processes"), default="threads")
     parser.add_argument("--bits", default="w16a16")
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--gamma", type=int, default=2)
@@ -231,6 +247,7 @@ def main() -> None:
     parser.add_argument("--agreement", type=float, nargs="+", default=[0.8, 0.0])
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
+    args.stages = args.stages or (1 if args.gpu else 2)
     for agreement in args.agreement:
         found = measure(args, agreement)
         for way, ratios in found["ratios"].items():
@@ -238,11 +255,13 @@ def main() -> None:
             row: dict[str, Any] = {
                 "agreement": agreement,
                 "way": way,
-                "stages": 1 if args.gpu else 2,
+                "stages": args.stages,
                 "layers": args.layers,
                 "bits": args.bits,
                 "tokens": args.tokens,
             }
+            if args.backend != "threads":
+                row["backend"] = args.backend
             if args.gpu:
                 row |= {"hidden": args.hidden, "ffn": args.ffn}
             seen = found["speculation"]

@@ -74,6 +74,11 @@ def result_drafts(result_BK: Tensor, news: Mapping[int, PagedRow]) -> list[list[
     return [row[1 : 1 + row[0]] for row in table]
 
 
+def speculates(news: Mapping[int, PagedRow]) -> bool:
+    """Whether a step's rows have drafts, or hosts are to know them for drafts to come."""
+    return any(row.drafts or row.drafts_wanted >= 0 for row in news.values())
+
+
 def _most_wanted(news: Mapping[int, PagedRow]) -> int:
     return max((row.drafts_wanted for row in news.values()), default=-1)
 

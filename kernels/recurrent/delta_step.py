@@ -8,7 +8,8 @@ What the three launches round, this rounds. A program takes a head of one row, i
 registers. SHARED heads convolve the queries and keys of one each for itself (a few hundred numbers
 of the L2); the last of them to arrive writes that tail, when all have read it.
 
-    steps [S, T, J]  b and a of every head (KDA: channel) as S partial sums, added here and rounded
+    b, a    of a head: two columns of a small matrix, times what its layer is given, made here and
+            rounded as a product's result is: a launch less. KDA's come as `steps` [T, J]
 
 T places (row r is place r), R rows, C channels, H heads, N key_dim, P value_dim, J = H + decays.
 """
@@ -39,6 +40,8 @@ MOST_HEADS = 512
 
 H200, Qwen3-Next's state, us of one and of three: 1 row 5.9, 8.0; 8 rows 14.1, 16.0; 32 rows 52.8,
 46.9. With eight warps 9.8, 24.6 and 98: sums over keys go by shared memory."""
+STEP_COLUMNS = 2048
+"""Of the steps' matrix that a program takes at a time: the first are asked for early."""
 MOST_ELEMENTS = 128 * 128
 """Of a head's state: what a program's registers hold."""
 
@@ -49,6 +52,15 @@ class Convolution:
 
     weight_C1K: Tensor
     bias_C: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProduct:
+    """b and a of all heads [T, 2 H], as the product that they are."""
+
+    given_Th: Tensor
+    """What a layer's mixer is given."""
+    weight_Jh: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +90,24 @@ def _kept(tail, c, live, channels, TAPS: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def _newest(x, c, live, TAPS: tl.constexpr, PADDED: tl.constexpr):
+    """A token's channels in the place [PADDED, C] behind those that are kept."""
+    t = tl.arange(0, PADDED)[:, None]
+    return tl.load(x + c[None, :] + t * 0, mask=(t == TAPS - 1) & live[None, :], other=0.0)
+
+
+@triton.jit
 def _convolved(
-    x, old, bias, c, live, weights, TAPS: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr
+    new, old, bias, c, live, weights, TAPS: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr
 ):
     """silu(conv) of a token's channels, rounded; its inputs [PADDED, C], oldest first."""
     t = tl.arange(0, PADDED)[:, None]
-    new = tl.load(x + c[None, :] + t * 0, mask=(t == TAPS - 1) & live[None, :], other=0.0)
     inputs = tl.where(t == TAPS - 1, new, old)
     total = tl.sum(weights.to(tl.float32) * inputs.to(tl.float32), 0)
     if BIAS:
         total += tl.load(bias + c, mask=live, other=0.0).to(tl.float32)
     total *= tl.sigmoid(total)
-    return total.to(x.dtype.element_ty).to(tl.float32), inputs
+    return total.to(new.dtype).to(tl.float32), inputs
 
 
 @triton.jit
@@ -101,22 +119,39 @@ def _move_tail(tail, c, live, channels, inputs, TAPS: tl.constexpr, PADDED: tl.c
 
 
 @triton.jit
-def _step(steps, at, share_stride, mask, dtype: tl.constexpr, SHARES: tl.constexpr):
-    """The sum of the shares at `at`, rounded as a product's result is."""
-    total = tl.load(steps + at, mask=mask, other=0.0).to(tl.float32)
-    for i in tl.static_range(1, SHARES):
-        total += tl.load(steps + i * share_stride + at, mask=mask, other=0.0).to(tl.float32)
-    return total.to(dtype).to(tl.float32)
+def _step_weights(weight, head, first, HEADS: tl.constexpr, GIVEN: tl.constexpr, BG: tl.constexpr):
+    """BG columns from `first` on of the matrix [2 H, GIVEN] that makes a head's b and a."""
+    c = first + tl.arange(0, BG)
+    own = weight + head * GIVEN + c
+    b = tl.load(own, mask=c < GIVEN, other=0.0)
+    return b, tl.load(own + HEADS * GIVEN, mask=c < GIVEN, other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "share_stride"])
+@triton.jit
+def _step_shares(
+    given, weight, head, known, ahead, HEADS: tl.constexpr, GIVEN: tl.constexpr, BG: tl.constexpr
+):
+    """What threads have of a head's b and a; `ahead`: the first columns of their matrix."""
+    b, a = tl.zeros([BG], tl.float32), tl.zeros([BG], tl.float32)
+    for first in tl.static_range(0, GIVEN, BG):
+        c = first + tl.arange(0, BG)
+        own = ahead
+        if first > 0:
+            own = _step_weights(weight, head, first, HEADS, GIVEN, BG)
+        g = tl.load(given + c, mask=known & (c < GIVEN), other=0.0).to(tl.float32)
+        b += g * own[0].to(tl.float32)
+        a += g * own[1].to(tl.float32)
+    return b, a
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def delta_step_kernel(
-    x, conv_weight, conv_bias, tails, steps, decay, bias, states, gate, norm_weight, rows, moves,
-    arrived, out, num_rows, x_stride, steps_stride, share_stride, gate_stride, channels,
+    x, conv_weight, conv_bias, tails, steps, step_weight, decay, bias, states, gate, norm_weight,
+    rows, moves, arrived, out, num_rows, x_stride, steps_stride, gate_stride, channels,
     weight_stride, tap_stride, scale, beta_factor, eps, HEADS: tl.constexpr, SHARED: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, PADDED_N: tl.constexpr, PADDED_P: tl.constexpr,
-    TAPS: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr, SHARES: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
+    TAPS: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr, GIVEN: tl.constexpr,
+    BG: tl.constexpr, BY_CHANNEL: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one row."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -134,6 +169,7 @@ def delta_step_kernel(
         shift = tl.load(bias + head * N + n, mask=has_n, other=0.0).to(tl.float32)
     else:
         shift = tl.load(bias + head).to(tl.float32)
+        ahead = _step_weights(step_weight, head, 0, HEADS, GIVEN, BG)
     if PDL:
         gdc_launch_dependents()
     # Rows are sent before a step, whose first launches wait for all that went before; tails and
@@ -155,21 +191,27 @@ def delta_step_kernel(
     v_old = _kept(tail, v_at, has_p & going, channels, TAPS, PADDED)
     if PDL:
         gdc_wait()
+    # All that a kernel ahead made is asked for before the first sum, at whose barrier loads wait.
     moving = known & (tl.load(moves) != 0)
-    q, q_in = _convolved(token, q_old, conv_bias, q_at, has_n & known, q_taps, TAPS, PADDED, BIAS)
-    k, k_in = _convolved(token, k_old, conv_bias, k_at, has_n & known, k_taps, TAPS, PADDED, BIAS)
-    v, v_in = _convolved(token, v_old, conv_bias, v_at, has_p & known, v_taps, TAPS, PADDED, BIAS)
-    at = place * steps_stride
-    b = _step(steps, at + head, share_stride, known, DT, SHARES)
-    if BY_CHANNEL:
-        decays = at + HEADS + head * N + n
-        a = _step(steps, decays, share_stride, has_n & known, DT, SHARES)
-        s *= tl.exp(rate * softplus(a + shift))[:, None]
-    else:
-        a = _step(steps, at + HEADS + head, share_stride, known, DT, SHARES)
-        s *= tl.exp(rate * softplus(a + shift))
+    q_new = _newest(token, q_at, has_n & known, TAPS, PADDED)
+    k_new = _newest(token, k_at, has_n & known, TAPS, PADDED)
+    v_new = _newest(token, v_at, has_p & known, TAPS, PADDED)
     z_at = gate + place * gate_stride + head * P + p
     z = tl.load(z_at, mask=has_p & known, other=0.0).to(tl.float32)
+    at = steps + place * steps_stride
+    if BY_CHANNEL:
+        b = tl.load(at + head, mask=known, other=0.0).to(tl.float32)
+        decays = at + HEADS + head * N + n
+        a = tl.load(decays, mask=has_n & known, other=0.0).to(tl.float32)
+        s *= tl.exp(rate * softplus(a + shift))[:, None]
+    else:
+        b, a = _step_shares(at, step_weight, head, known, ahead, HEADS, GIVEN, BG)
+        b = tl.sum(b, 0).to(DT).to(tl.float32)
+        a = tl.sum(a, 0).to(DT).to(tl.float32)
+        s *= tl.exp(rate * softplus(a + shift))
+    q, q_in = _convolved(q_new, q_old, conv_bias, q_at, has_n & known, q_taps, TAPS, PADDED, BIAS)
+    k, k_in = _convolved(k_new, k_old, conv_bias, k_at, has_n & known, k_taps, TAPS, PADDED, BIAS)
+    v, v_in = _convolved(v_new, v_old, conv_bias, v_at, has_p & known, v_taps, TAPS, PADDED, BIAS)
     q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
     k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     u = (v - tl.sum(k[:, None] * s, 0)) * (tl.sigmoid(b) * beta_factor)
@@ -200,7 +242,7 @@ def takes(num_rows: int, heads: int, key_dim: int, value_dim: int) -> bool:
 
 def delta_step(
     x_TE: Tensor,
-    steps_STJ: Tensor,
+    steps: Tensor | StepProduct,
     convolution: Convolution,
     form: Recurrence,
     norm: GatedNorm,
@@ -213,11 +255,18 @@ def delta_step(
 
     Tails and states of the rows move on, unless `moves_1` is 0. `x_TE`: what is convolved, first
     queries and keys of all heads, then values; its rows and the gate's may lie further apart.
+    `steps`: of KDA [T, J], else the product that they are.
     """
     _, heads, key_dim, value_dim = states_SHNP.shape
     weight, gate_TC = convolution.weight_C1K, norm.gate_TC
     channels, _, taps = weight.shape
-    if x_TE.stride(1) != 1 or gate_TC.stride(1) != 1 or steps_STJ.stride(2) != 1:
+    if isinstance(steps, StepProduct):
+        given, step_weight, columns = steps.given_Th, steps.weight_Jh, steps.weight_Jh.shape[1]
+    else:
+        given, step_weight, columns = steps, steps, 0
+    if form.by_channel == isinstance(steps, StepProduct):
+        raise ValueError("steps: got a product of KDA's or a table of others, expected the reverse")
+    if x_TE.stride(1) != 1 or gate_TC.stride(1) != 1 or given.stride(1) != 1:
         raise ValueError(f"a token's inputs must lie side by side, got strides {x_TE.stride()}")
     shape, num_rows = (x_TE.shape[0], heads * value_dim), rows_FR.shape[1]
     out_TC = torch.empty(shape, dtype=x_TE.dtype, device=x_TE.device)
@@ -228,7 +277,8 @@ def delta_step(
         weight,
         weight if bias is None else bias,
         tails_SKC,
-        steps_STJ,
+        given,
+        step_weight.contiguous(),
         form.decay_H,
         form.bias_H,
         states_SHNP,
@@ -240,8 +290,7 @@ def delta_step(
         out_TC,
         num_rows,
         x_TE.stride(0),
-        steps_STJ.stride(1),
-        steps_STJ.stride(0),
+        given.stride(0),
         gate_TC.stride(0),
         channels,
         weight.stride(0),
@@ -258,7 +307,8 @@ def delta_step(
         TAPS=taps,
         PADDED=max(NUM_WARPS, triton.next_power_of_2(taps)),
         BIAS=bias is not None,
-        SHARES=steps_STJ.shape[0],
+        GIVEN=columns,
+        BG=min(STEP_COLUMNS, triton.next_power_of_2(max(1, columns))),
         BY_CHANNEL=form.by_channel,
         SIGMOID=norm.gate == "sigmoid",
         PDL=pdl,

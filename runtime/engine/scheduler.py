@@ -112,13 +112,15 @@ class Scheduler:
         salt: str = "",
     ) -> None:
         """`salt` keeps the prefixes of this model apart from others'."""
-        assert drafter is None or limits.tokens_ahead == 1, "drafts need to know the tokens"
         self.limits, self.tables = limits, BlockTables(limits, salt)
         self._counters = self.tables.counters
         self._drafter, self._ends_in_stop_text = drafter, ends_in_stop_text
         by_head = isinstance(drafter, FixedDrafter) and drafter.by_head
         self._head_drafter = drafter if isinstance(drafter, FixedDrafter) and by_head else None
         """Where the model's own head (MTP) drafts on the last stage: who says how much."""
+        assert drafter is None or by_head or limits.tokens_ahead == 1, "drafts need known tokens"
+        self._seen: set[int] = set()
+        """Rows of the table of admitted requests that the head is to see, and may draft for."""
         self._reqs: dict[int, RunningRequest] = {}
         self._waiting: list[RunningRequest] = []
         self._running: list[RunningRequest] = []
@@ -181,6 +183,7 @@ class Scheduler:
         """
         self._drafter = self._head_drafter = self._phases = None
         self.fused_rounds = False
+        self._seen.clear()
         if runs_ahead:
             self.limits = replace(self.limits, tokens_ahead=2)
 
@@ -305,7 +308,7 @@ class Scheduler:
         """Return the admitted requests by phase, sorted anew where one may have changed it."""
         if self._phases is None:
             rows, table = self._running_rows(), self._counters
-            left_N = table.num_tokens(rows, self.limits.tokens_ahead) - table.num_computed[rows]
+            left_N = table.num_tokens(rows, self._tokens_ahead) - table.num_computed[rows]
             is_prompt_N = (left_N > 1) | (table.num_sampled[rows] == 0)
             begun = [self._at_row[row] for row in rows[is_prompt_N].tolist()]
             self._phases = Phases(
@@ -318,7 +321,12 @@ class Scheduler:
         """Return the rows whose newest token is known, or may be built on while it is under way."""
         if not self._steps:
             return decoding_N
-        return decoding_N[~self._counters.waits(decoding_N, self.limits.tokens_ahead)]
+        return decoding_N[~self._counters.waits(decoding_N, self._tokens_ahead)]
+
+    @property
+    def _tokens_ahead(self) -> int:
+        """Steps of one request that may be under way: one while the head sees any."""
+        return 1 if self._seen else self.limits.tokens_ahead
 
     def _running_rows(self) -> Ints:
         """Return the admitted requests' rows of the table, in order."""
@@ -342,8 +350,9 @@ class Scheduler:
                 continue  # found in the prefix cache but for its newest token, which decodes
             if not self._grow(req, req.num_computed + count, step):
                 break
-            rests = self._head_drafter is not None and self._head_drafter.rests
-            step.add(req, count, [], wanted=0 if self._sees(req) and not rests else -1)
+            if self._head_drafter is not None and self._head_drafter.rests:
+                self._seen.discard(req.row)  # what it misses of a prompt it never gets
+            step.add(req, count, [], wanted=0 if req.row in self._seen else -1)
             self._phases = None
             room -= count
             if room == 0:
@@ -373,10 +382,9 @@ class Scheduler:
         Issued as soon as one may be, steps of prompts alone would fill every one of them, and
         rows that decode go on in steps of their own, as long as each reads the weights again.
         """
-        limits = self.limits
-        if limits.tokens_ahead == 1 or not num_decoding:
+        if self._tokens_ahead == 1 or not num_decoding:
             return False
-        return self._steps >= limits.num_stages * limits.tokens_ahead
+        return self._steps >= self.limits.num_stages * self._tokens_ahead
 
     def _has_prompts(self, phases: Phases) -> bool:
         """Whether a step could have tokens of prompts."""
@@ -395,7 +403,7 @@ class Scheduler:
         """
         decoding, limits, table = len(decoding_N), self.limits, self._counters
         num_groups = max(-(-decoding // limits.decode_rows), min(limits.num_stages, decoding))
-        if self._decode_steps >= num_groups * limits.tokens_ahead:
+        if self._decode_steps >= num_groups * self._tokens_ahead:
             return None
         ready_N = self._ready(decoding_N)
         size = -(-decoding // num_groups)
@@ -410,6 +418,10 @@ class Scheduler:
         ready = [self._at_row[row] for row in ready_N.tolist()]
         ready = [req for req in ready if req.round is None]
         drafts, gamma = self._drafts(ready[:size], plain=plain)
+        if self._decodes_plainly(drafts, gamma):
+            rows = np.array([req.row for req, _, _ in drafts], dtype=np.int64)
+            step.decoding_D = self._with_blocks(rows, step)
+            return None
         by_model = any(found is None for _, _, found in drafts)
         round_ = DraftRound()
         for req, count, found in drafts:
@@ -449,7 +461,7 @@ class Scheduler:
         head (MTP) will do for the next round.
         """
         drafter = None if plain else self._drafter
-        drafted = [req.request for req in group if req.request.may_draft]
+        drafted = [req.request for req in group if self._counts_as_drafted(req)]
         gamma = drafter.gamma(drafted) if drafter is not None and drafted else 0
         found: list[tuple[RunningRequest, int, list[int] | None]] = []
         for req in group:
@@ -459,16 +471,35 @@ class Scheduler:
             found.append((req, count if drafts is None else len(drafts), drafts))
         return found, gamma
 
-    def _sees(self, req: RunningRequest) -> bool:
-        """Whether the model's own head (MTP) is to see what is computed of a request."""
-        return self._head_drafter is not None and req.request.may_draft
+    def _counts_as_drafted(self, req: RunningRequest) -> bool:
+        """Whether the drafter is asked for a row: of those that its head lost, while that rests."""
+        head = self._head_drafter
+        if head is None or not req.request.may_draft:
+            return req.request.may_draft
+        return req.row in self._seen or head.rests
+
+    def _decodes_plainly(
+        self, drafts: Sequence[tuple[RunningRequest, int, list[int] | None]], gamma: int
+    ) -> bool:
+        """Whether the head (MTP) has no part in a group's rows.
+
+        Where steps may run ahead of their tokens it loses all rows as it goes to rest: it would
+        have to know these.
+        """
+        head, rows = self._head_drafter, {req.row for req, _, _ in drafts}
+        if head is None or any(count for _, count, _ in drafts):
+            return False
+        if self.limits.tokens_ahead > 1 and head.rests and gamma == 0 and rows & self._seen:
+            self._seen -= rows
+            self._phases = None
+        return bool(rows) and not rows & self._seen
 
     def _wanted(self, req: RunningRequest, gamma: int, count: int) -> int:
         """Return how many tokens the head is to draft behind a row with `count` drafts.
 
         No more than may follow, all of the row's accepted, and than the request's blocks hold.
         """
-        if not self._sees(req):
+        if req.row not in self._seen:
             return -1
         room = req.longest - req.num_computed - count
         return max(0, min(gamma, req.request.remaining - 2, room))
@@ -559,6 +590,8 @@ class Scheduler:
             req.request.slot = self._counters.slot[req.row] = heappop(self._free_slots)
             insort(self._running, req)
             self._at_row[req.row] = req
+            if self._head_drafter is not None and req.request.may_draft:
+                self._seen.add(req.row)
             self._membership_changed()
             yield req
 
@@ -615,6 +648,7 @@ class Scheduler:
         self.tables.release(req)
         self._running.remove(req)
         del self._at_row[req.row]
+        self._seen.discard(req.row)
         self._membership_changed()
         heappush(self._free_slots, req.request.slot)
         req.request.slot = self._counters.slot[req.row] = -1

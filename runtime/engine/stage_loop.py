@@ -40,7 +40,7 @@ from llmpq.runtime.request import (
     StepKind,
     StepMessage,
 )
-from llmpq.runtime.step import result_drafts, result_width
+from llmpq.runtime.step import result_drafts, result_width, speculates
 from llmpq.runtime.trace import Recorder
 
 
@@ -258,6 +258,8 @@ class FirstStage:
                 needed = place + 1
         for place in range(self._num_brought, needed):
             slots = self._in_flight[place].slots
+            if speculates(self._in_flight[place].micro_batch.news):
+                continue  # no step builds on such tokens before the host knows them
             self._compute.take_tokens(slots, transport.bring_tokens(place, len(slots)))
         self._num_brought = max(self._num_brought, needed)
 

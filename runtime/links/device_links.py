@@ -32,6 +32,7 @@ from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.links.peer_links import BufferSizes, PeerLinks
 from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, MessageSizes
 from llmpq.runtime.request import StepKind, StepMessage
+from llmpq.runtime.step import speculates
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
 
 _log = logging.getLogger("llmpq.links")
@@ -316,12 +317,16 @@ class DeviceTransport(GlooTransport):
     ) -> None:
         """As `GlooTransport`; gloo messages carry no hidden states, hence no hidden size.
 
-        `tokens_on_device`: they return over the device links, every step's.
+        `tokens_on_device`: they return over the device links, but those of steps with drafts, whose
+        tables hosts read.
         """
         super().__init__(replace(sizes, hidden=0))
         self._links, self._size = links, sizes.hidden
         self.tokens_on_device = tokens_on_device
-        self._tickets: deque[int] = deque()
+        self._tickets: deque[int | None] = deque()
+        """Of micro-batches in flight; None where hosts bring the tokens."""
+        self._by_links = tokens_on_device
+        """Whether the tokens of the step received last return over the device links."""
 
     def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
         """Send a micro-batch to the next stage; a STOP has no hidden states."""
@@ -340,25 +345,30 @@ class DeviceTransport(GlooTransport):
         message, _ = super().receive_step()
         if message.kind is StepKind.STOP:
             return message, None
+        self._by_links = self._returns_by_links(message)
         shape = (*message.shape, self._size)
         return message, self._links.receive(shape, self._dtype)
 
     def send_tokens(self, tokens_BK: Tensor) -> None:
         """Send sampled tokens from the last stage to the first."""
-        if self.tokens_on_device:
+        if self._by_links:
             self._links.send_tokens(tokens_BK)
         else:
             super().send_tokens(tokens_BK)
 
     def receive_tokens(self, rows: int, width: int) -> Tensor | HostCopy:
         """Return the sampled tokens of the oldest micro-batch in flight, perhaps on their way."""
-        if not self.tokens_on_device:
+        ticket = self._tickets.popleft()
+        if ticket is None:
             return super().receive_tokens(rows, width)
-        return self._links.fetch_tokens(self._tickets.popleft(), rows)
+        return self._links.fetch_tokens(ticket, rows)
 
     def bring_tokens(self, place: int, rows: int) -> Tensor:
         """Return the tokens of the micro-batch at a place in flight, for the current stream."""
-        return self._links.tokens(self._tickets[place], rows)
+        ticket = self._tickets[place]
+        if ticket is None:
+            return super().bring_tokens(place, rows)
+        return self._links.tokens(ticket, rows)
 
     def close(self) -> None:
         """Wait until everything sent has arrived, then leave."""
@@ -366,7 +376,13 @@ class DeviceTransport(GlooTransport):
         self._links.close()
 
     def _expect_tokens(self, message: StepMessage) -> None:
-        if not self.tokens_on_device:
+        ticket = None
+        if self._returns_by_links(message):
+            ticket = self._links.expect_tokens(message.num_rows)
+        else:
             super()._expect_tokens(message)
-            return
-        self._tickets.append(self._links.expect_tokens(message.num_rows))
+        self._tickets.append(ticket)
+
+    def _returns_by_links(self, message: StepMessage) -> bool:
+        """Whether a step's tokens return over the device links: both ends read its news."""
+        return self.tokens_on_device and not speculates(message.news)

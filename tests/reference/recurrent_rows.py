@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmpq.kernels.recurrent.delta_step import Convolution, GatedNorm
+from llmpq.kernels.recurrent.delta_step import Convolution, GatedNorm, StepProduct
 from llmpq.kernels.recurrent.notes import Notes
 from llmpq.kernels.recurrent.state_walk import Recurrence
 
@@ -72,6 +72,12 @@ def recurrent_inputs(
     states = normal(SLOTS, heads, key_dim, value_dim, seed=10)
     form = recurrence(kind, heads=heads, key_heads=key_heads, key_dim=key_dim)
     return mixed, steps, form, states
+
+
+def step_product(places: int, heads: int, given: int, dtype: torch.dtype) -> StepProduct:
+    """Return what makes a delta rule's steps; rows of what is given lie further apart."""
+    x, weight = normal(places, given + 8, seed=31), normal(2 * heads, given, seed=32)
+    return StepProduct(given_Th=x.to(dtype)[:, :given], weight_Jh=(weight * given**-0.5).to(dtype))
 
 
 def around(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.recurrent.delta_step import Convolution, GatedNorm
+from llmpq.kernels.recurrent.delta_step import Convolution, GatedNorm, StepProduct
 from llmpq.kernels.recurrent.notes import Notes
 from llmpq.kernels.recurrent.state_walk import Recurrence
 
@@ -62,6 +62,8 @@ def walk_rows_reference(
     notes: Notes | None = None,
 ) -> Tensor:
     """The twin, in float32, row by row and token by token; padding gets zeros."""
+    if steps_TJ.ndim == 3:  # shares
+        steps_TJ = steps_TJ.float().sum(0).to(mixed_TE.dtype)
     if notes is not None:
         return _walk_noted(mixed_TE, steps_TJ, form, states_SHNP, rows_FR, notes)
     _, heads, key_dim, value_dim = states_SHNP.shape
@@ -183,7 +185,7 @@ def _gated(gate_TC: Tensor, gate: str) -> Tensor:
 
 def delta_step_reference(
     x_TE: Tensor,
-    steps_STJ: Tensor,
+    steps: Tensor | StepProduct,
     convolution: Convolution,
     form: Recurrence,
     norm: GatedNorm,
@@ -194,7 +196,8 @@ def delta_step_reference(
     """The twin: one after the other what three launches do; padding gets zeros."""
     weights = convolution.weight_C1K, convolution.bias_C
     mixed = convolve_rows_reference(x_TE, *weights, tails_SKC, rows_FR)
-    steps = steps_STJ.float().sum(0).to(x_TE.dtype)
+    if isinstance(steps, StepProduct):
+        steps = (steps.given_Th.float() @ steps.weight_Jh.float().T).to(x_TE.dtype)
     out = walk_rows_reference(mixed, steps, form, states_SHNP, rows_FR)
     given = norm.gate_TC, norm.weight_P, norm.eps
     heads = states_SHNP.shape[1]

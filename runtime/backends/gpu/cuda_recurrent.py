@@ -6,8 +6,9 @@
                   blocks of tokens, but where channels decay
                   apart (KDA)
     gate          with its norm                                   gated_norm.py
-    all three     of a delta rule's rows of one token, without    delta_step.py
-                  drafts; its steps come with the norm in front   norm_route.py
+    all three     of a delta rule's few rows of one token,        delta_step.py
+                  without drafts; their steps, too. Of more rows
+                  these come with the norm in front               norm_route.py
     drafts        noted, their state moved on by when they are    notes.py
                   accepted, in the next step's own launches
 
@@ -20,6 +21,7 @@ Legend: T places, C channels, h hidden.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -28,7 +30,13 @@ from torch.nn import functional
 from llmpq.families.common.spec_values import Recurrent
 from llmpq.kernels.fused.norm_route import few, norm_product
 from llmpq.kernels.recurrent.convolve import convolve_rows
-from llmpq.kernels.recurrent.delta_step import Convolution, GatedNorm, delta_step, takes
+from llmpq.kernels.recurrent.delta_step import (
+    Convolution,
+    GatedNorm,
+    StepProduct,
+    delta_step,
+    takes,
+)
 from llmpq.kernels.recurrent.gated_norm import gated_norm
 from llmpq.kernels.recurrent.notes import Notes, note_rows
 from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows, scans
@@ -46,12 +54,13 @@ from llmpq.runtime.step import Step
 def norm_and_steps(
     between: Norm, part: RecurrentMixer, x_BQh: Tensor, step: Step
 ) -> tuple[Tensor, Tensor] | None:
-    """Return x normed and shares [S, T, J] of a delta rule's steps; None where a launch each does.
-
-    What `mix` takes in one launch.
+    """Return x normed and shares [S, T, J] of a delta rule's steps; None where these are not
+    made so: of few rows `mix` makes them in its one launch.
     """
     weight, x_Th = part.step_weight, x_BQh.flatten(0, -2)
-    if weight is None or part.form.kind != "gated_delta" or not _at_once(part, step):
+    if weight is None or part.form.kind != "gated_delta":
+        return None
+    if not _single_rows(step) or _at_once(part, step):
         return None
     if not is_rms(between) or not few(len(x_Th), x_Th.shape[1], len(weight)):
         return None
@@ -62,12 +71,17 @@ def norm_and_steps(
 def _at_once(part: RecurrentMixer, step: Step) -> bool:
     """Whether a step of a layer is one launch between its products: a token a row, no drafts."""
     form, norm = part.form, part.mixer_norm
-    if not isinstance(step, PagedStep) or step.chunks or step.noted_FR is not None:
+    if not _single_rows(step):
         return False
     by_heads = norm is not None and not norm.centred and norm.shape == (form.value_dim,)
     delta = form.is_delta and part.conv_weight_C1K is not None
     num_rows = step.rows_FR.shape[1]
     return delta and by_heads and takes(num_rows, form.heads, form.key_dim, form.value_dim)
+
+
+def _single_rows(step: Step) -> TypeGuard[PagedStep]:
+    """Whether a step of a pool has a token a row, and no drafts."""
+    return isinstance(step, PagedStep) and not step.chunks and step.noted_FR is None
 
 
 def mix(
@@ -87,7 +101,7 @@ def mix(
     assert isinstance(step, PagedStep) and kv.states is not None
     form, states = part.form, kv.states.layer(part.place)
     if _at_once(part, step):
-        return _delta_step(part, x_BQh[0], into_BQE[0], states, step, kv.states.moves_1, steps_STJ)
+        return _delta_step(part, x_BQh[0], into_BQE[0], states, step, kv.states.moves_1)
     into_TE, delta = into_BQE[0], form.is_delta
 
     def convolved(inputs_TE: Tensor) -> Tensor:
@@ -117,18 +131,21 @@ def mix(
         note(into_TE, into_TE)
         return out_TC[None]
     if delta:
-        gate_TC, steps_TJ = part.gate_and_steps(x_BQh[0], into_TE)
+        if steps_STJ is None:
+            gate_TC, steps = part.gate_and_steps(x_BQh[0], into_TE)
+        else:
+            gate_TC, steps = into_TE[:, form.channels :], steps_STJ
         inputs_TC = into_TE[:, : form.channels]
     elif form.kind == "lightning":
         inputs_TC, gate_TC = into_TE.split([form.channels, form.inner], dim=1)
-        steps_TJ = inputs_TC  # unread
+        steps = inputs_TC  # unread
     else:
         if form.in_factors:
             into_TE.mul_(_factors(form, into_TE.dtype, into_TE.device))
-        gate_TC, inputs_TC, steps_TJ = into_TE.split([form.inner, form.channels, form.heads], dim=1)
+        gate_TC, inputs_TC, steps = into_TE.split([form.inner, form.channels, form.heads], dim=1)
     mixed_TC = convolved(inputs_TC)
-    out_TC = _recurrence(part, mixed_TC, steps_TJ, states.matrix_SHNP, step, moves_1, notes)
-    note(inputs_TC if part.conv_weight_C1K is not None else mixed_TC, steps_TJ)
+    out_TC = _recurrence(part, mixed_TC, steps, states.matrix_SHNP, step, moves_1, notes)
+    note(inputs_TC if part.conv_weight_C1K is not None else mixed_TC, steps)
     norm = part.mixer_norm
     return gated_norm(
         out_TC,
@@ -148,19 +165,20 @@ def _delta_step(
     states: LayerState,
     step: PagedStep,
     moves_1: Tensor,
-    steps_STJ: Tensor | None,
 ) -> Tensor:
     """Return [1, T, H P] of a delta rule's rows of one token, in one launch."""
     form, norm, weight_C1K = part.form, part.mixer_norm, part.conv_weight_C1K
     assert norm is not None and weight_C1K is not None
-    if steps_STJ is None:
-        gate_TC, steps_TJ = part.gate_and_steps(x_Th, into_TE)
-        steps_STJ = steps_TJ[None]
-    else:
+    steps: Tensor | StepProduct
+    if form.kind == "gated_delta":
+        assert part.step_weight is not None
         gate_TC = into_TE[:, form.channels :]
+        steps = StepProduct(given_Th=x_Th, weight_Jh=part.step_weight)
+    else:
+        gate_TC, steps = part.gate_and_steps(x_Th, into_TE)
     return delta_step(
         into_TE[:, : form.channels],
-        steps_STJ,
+        steps,
         Convolution(weight_C1K=weight_C1K, bias_C=part.conv_bias_C),
         _form_of(part),
         GatedNorm(weight_P=norm.weight, eps=norm.eps, gate_TC=gate_TC, gate=form.gate),
@@ -174,24 +192,27 @@ def _delta_step(
 def _recurrence(
     part: RecurrentMixer,
     mixed_TC: Tensor,
-    steps_TJ: Tensor,
+    steps: Tensor,
     matrix_SHNP: Tensor,
     step: PagedStep,
     moves_1: Tensor,
     notes: Notes | None,
 ) -> Tensor:
-    """Return what every place reads of its row's state, which moves on."""
+    """Return what every place reads of its row's state, which moves on.
+
+    `steps`: as of `walk_rows`.
+    """
     recurrence, rows_FR = _form_of(part), step.rows_FR
     if not step.chunks or recurrence.by_channel or not scans(mixed_TC.device):
-        return walk_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1, notes=notes)
+        return walk_rows(mixed_TC, steps, recurrence, matrix_SHNP, rows_FR, moves_1, notes=notes)
     short = FROM_TOKENS - 1
     out_TC = walk_rows(
-        *(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1),
+        *(mixed_TC, steps, recurrence, matrix_SHNP, rows_FR, moves_1),
         longest=short,
         notes=notes,
     )
     slots_T = step.where.slots_T
-    scan_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, slots_T, moves_1, out_TC)
+    scan_rows(mixed_TC, steps, recurrence, matrix_SHNP, rows_FR, slots_T, moves_1, out_TC)
     return out_TC
 
 

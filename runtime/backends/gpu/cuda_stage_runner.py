@@ -42,7 +42,7 @@ from llmpq.runtime.request import (
     StepKind,
     StepMessage,
 )
-from llmpq.runtime.step import message_of_rows
+from llmpq.runtime.step import message_of_rows, speculates
 from llmpq.runtime.trace import KindTotals
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import PoolSize
@@ -273,8 +273,10 @@ class CudaStageRunner(StageRunner):
             return self._answer(self._drafted_B1(out, message))
         if scored:
             self._score_places(out.hidden_BQh, message)
-        if graphs is self._verify or self.mtp is not None:
-            return self._verified(out, message)
+        plain = self._tokens_stay and not speculates(message.news)
+        if graphs is self._verify or (self.mtp is not None and not plain):
+            table = self._verified(out, message)
+            return table.to(self._device) if plain else table
         if self._whole and self._looks_ahead(out, message):
             self._late = LateTokens(
                 self._device, message.num_rows, partial(self._draw, out, message)

@@ -161,8 +161,17 @@ class PoolPlan:
 
         Then the first stage, too, gets the next step before the last one's tokens are known.
         """
-        ahead = links is not None and self._runs_ahead
+        ahead = links is not None and self._is_alone and self._has_gpus and self.tokens_over_links
         return replace(self.limits, tokens_ahead=2) if ahead else self.limits
+
+    @property
+    def tokens_over_links(self) -> bool:
+        """Whether links between GPUs bring tokens of steps without drafts to the first stage.
+
+        Tables of drafts are made and read by hosts. Where the model's own head drafts (MTP), rows
+        that it does not see decode as without.
+        """
+        return self.options.draft_mode in (None, "mtp")
 
     @property
     def _runs_ahead(self) -> bool:
@@ -171,8 +180,12 @@ class PoolPlan:
         Not where tokens are looked up in the text for drafts of the next, nor where several devices
         share one of several stages: links between GPUs know stages of one device.
         """
-        alone = len(self.plan.workers) == len(self.plan.stages) or len(self.plan.stages) == 1
-        return alone and self._has_gpus and self.options.draft_mode is None
+        return self._is_alone and self._has_gpus and self.options.draft_mode is None
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether every stage has one device, or there is one stage."""
+        return len(self.plan.workers) == len(self.plan.stages) or len(self.plan.stages) == 1
 
     @property
     def _step_tokens(self) -> int:

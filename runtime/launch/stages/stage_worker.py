@@ -485,8 +485,7 @@ class StageWorker:
         if self._threads is not None:
             return self._threads.transport(self._worker.stage, max_rows=self._max_rows)
         if self._links is not None:
-            # Speculation's tables are made and read by hosts.
-            on_device = self._settings.options.draft_mode is None
+            on_device = self._pool.tokens_over_links
             last = self._index == len(self._plan.stages) - 1
             self._compute.leave_on_device(tokens=on_device and last)
             return DeviceTransport(self._links, self._sizes(), tokens_on_device=on_device)

@@ -29,6 +29,7 @@ from reference.recurrent_rows import (
     recurrent_inputs,
     slots_of,
     some_notes,
+    step_product,
     table,
 )
 from reference.recurrent_twins import (
@@ -89,15 +90,29 @@ def test_walk(rows, kind, monkeypatch):
     assert not torch.equal(want_states, states)
 
 
+def test_walk_by_shares_of_steps():
+    rows_FR, places = table(SINGLE)
+    mixed, steps, form, states = recurrent_inputs(places, "delta")
+    shares = normal(3, *steps.shape, seed=30)
+    want_states, own = states.clone(), states.clone()
+    want = walk_rows_reference(mixed, shares, form, want_states, rows_FR)
+    torch.testing.assert_close(walk_rows(mixed, shares, form, own, rows_FR, MOVES), want)
+    torch.testing.assert_close(own, want_states)
+    _, steps, mamba, _ = recurrent_inputs(places, "mamba2")
+    with pytest.raises(ValueError, match="3 shares"):
+        walk_rows(mixed, steps.expand(3, -1, -1), mamba, own, rows_FR, MOVES)
+
+
 @pytest.mark.parametrize(
-    ("kind", "key_heads", "shares"), [("delta", 2, 3), ("delta", 1, 1), ("kda", 4, 1)]
+    ("kind", "key_heads", "given"), [("delta", 2, 40), ("delta", 1, 16), ("kda", 4, 0)]
 )
-def test_a_delta_rules_step_at_once(kind, key_heads, shares):
+def test_a_delta_rules_step_at_once(kind, key_heads, given, monkeypatch):
     """As by three launches; four heads share the queries and keys of one, two or four."""
+    monkeypatch.setattr("llmpq.kernels.recurrent.delta_step.STEP_COLUMNS", 16)
     rows_FR, places = table(SINGLE)
     x, steps, form, states = recurrent_inputs(places, kind, key_heads=key_heads)
     convolution, norm, tails = around(places, states, x.shape[1], bias=kind == "kda")
-    parts = normal(shares, *steps.shape, seed=30) if shares > 1 else steps[None]
+    parts = step_product(places, states.shape[1], given, x.dtype) if given else steps
     want_tails, want_states = tails.clone(), states.clone()
     want = delta_step_reference(x, parts, convolution, form, norm, want_tails, want_states, rows_FR)
     own_tails, own = tails.clone(), states.clone()
@@ -109,6 +124,9 @@ def test_a_delta_rules_step_at_once(kind, key_heads, shares):
     torch.testing.assert_close(own_tails, want_tails)
     assert not torch.equal(want_states, states)
     assert not torch.equal(want_tails, tails)
+    wrong = steps if given else step_product(places, 4, 16, x.dtype)
+    with pytest.raises(ValueError, match="steps"):
+        delta_step(x, wrong, convolution, form, norm, own_tails, own, rows_FR, MOVES)
 
 
 BOTH = pytest.mark.parametrize(

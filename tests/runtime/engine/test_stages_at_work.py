@@ -5,6 +5,7 @@ from collections import deque
 
 import pytest
 
+from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits, max_ahead, max_in_flight
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.request import PENDING_TOKEN, Request, StepKind
@@ -103,3 +104,65 @@ def test_the_slowest_of_three_unequal_stages_stays_at_work(speeds):
         prompt = tuple([number] * rng.randint(20, 400))
         scheduler.submit(Request(id=number, prompt=prompt, max_new=rng.randint(20, 150)))
     assert busy_shares(scheduler, speeds, max_in_flight) > 0.9
+
+
+class Resting(FixedDrafter):
+    """Drafts of the model's own head, which rests when it is told to."""
+
+    resting, asked = False, 0
+
+    @property
+    def rests(self):
+        return self.resting
+
+    def gamma(self, requests):
+        self.asked += 1
+        return 0 if self.resting else 2
+
+
+def test_rows_run_ahead_once_the_head_that_drafts_rests():
+    """As without drafts: from then on the head does not see them; a request that comes later it
+    does, and then tokens are waited for again."""
+    drafter = Resting("mtp", 2)
+    scheduler = Scheduler(limits(), drafter=drafter)
+
+    def issued():
+        step = scheduler.next_micro_batch()
+        return step, None if step is None else [row.drafts_wanted for row in step.news.values()]
+
+    def done(step, tokens):
+        scheduler.update_from_output(step, tokens)
+        scheduler.check()
+
+    scheduler.submit(Request(id=0, prompt=(1, 2, 3), max_new=100))
+    prompt, wanted = issued()
+    assert wanted == [0] and issued()[0] is None, "its token is not known yet"
+    done(prompt, [[5]])
+    step, wanted = issued()
+    assert wanted == [2] and issued()[0] is None
+    done(step, [[6]])
+    scheduler.take_drafts(step, [[7, 8]])
+    drafter.resting = True
+    verify, wanted = issued()
+    assert verify.kind is StepKind.VERIFY and wanted == [0]
+    done(verify, [[7, 8, 9]])
+    first, wanted = issued()
+    second, more = issued()
+    assert [first.kind, second.kind] == [StepKind.DECODE] * 2 and not [*wanted, *more]
+    assert first.tokens == [[9]] and second.tokens == [[PENDING_TOKEN]]
+    assert issued()[0] is None, "two steps of one request are under way"
+    asked = drafter.asked
+    done(first, [[10]])
+    third, _ = issued()
+    assert third.tokens == [[PENDING_TOKEN]] and drafter.asked == asked + 1, "rounds of its rest"
+    drafter.resting = False
+    done(second, [[11]])
+    asked, fourth = drafter.asked, issued()[0]
+    assert fourth.kind is StepKind.DECODE and drafter.asked == asked, "the head has lost it"
+    scheduler.submit(Request(id=1, prompt=(4, 5), max_new=100))
+    done(third, [[12]])
+    while (step := issued()[0]) is None or step.kind is StepKind.DECODE:
+        done(fourth, [[13]])
+        fourth = step
+    assert [row.drafts_wanted for row in step.news.values()][-1] == 0, "the head sees its prompt"
+    assert not scheduler.drafts_in_vain

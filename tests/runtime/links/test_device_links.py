@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.links import peer_links
 from llmpq.runtime.links.device_links import KINDS, DeviceTransport, connect_devices
 from llmpq.runtime.links.peer_links import BufferSizes
@@ -31,6 +32,9 @@ VERIFY = replace(
 )
 
 
+DECODE = replace(message_of_rows(StepKind.DECODE, [0, 3], [7, 5], [1, 1], tokens=[3, 4]), seq=3)
+
+
 def test_what_may_be_asked_for_is_what_there_is() -> None:
     assert set(choices()["links"]) == {"auto", *KINDS, "gloo"}
 
@@ -40,7 +44,7 @@ def states(message: StepMessage, rank: int) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel()).view(shape).float() + 1000 * rank
 
 
-def stage(rank: int, path: str, broken: bool) -> None:
+def stage(rank: int, path: str, broken: bool, on_device: bool) -> None:
     torch.set_num_threads(1)
     join_gloo(dist.FileStore(path, STAGES), rank, STAGES)
     # A pair that cannot be made: one stage asks for links its device does not have.
@@ -60,8 +64,8 @@ def stage(rank: int, path: str, broken: bool) -> None:
     sizes = MessageSizes(
         hidden=HIDDEN, dtype=torch.float32, max_rows=4, max_tokens=20, max_pending=4
     )
-    transport = DeviceTransport(links, sizes)
-    for message in (PREFILL, VERIFY):
+    transport = DeviceTransport(links, sizes, tokens_on_device=on_device)
+    for message in (PREFILL, VERIFY, DECODE):
         if rank > 0:
             got, hidden = transport.receive_step()
             assert (got.kind, got.seq) == (message.kind, message.seq)
@@ -78,7 +82,14 @@ def stage(rank: int, path: str, broken: bool) -> None:
             transport.send_tokens(torch.full((2, width), 10 * message.seq))
         if rank == 0:
             width = 3 if message.kind is StepKind.VERIFY else 1
-            tokens = transport.receive_tokens(2, width)
+            # Tables of drafts are read by hosts, whatever brings the tokens of other steps.
+            by_links = on_device and message.kind is not StepKind.VERIFY
+            if by_links:
+                assert transport.bring_tokens(0, 2).tolist() == [[10 * message.seq]] * 2
+            elif on_device:
+                with pytest.raises(RuntimeError, match="through the host"):
+                    transport.bring_tokens(0, 2)
+            tokens = arrived(transport.receive_tokens(2, width))
             assert tokens.tolist() == [[10 * message.seq] * width] * 2
     if rank + 1 < STAGES:
         transport.send_step(STOP, None)
@@ -87,14 +98,15 @@ def stage(rank: int, path: str, broken: bool) -> None:
     transport.close()
 
 
-def test_hidden_states_travel_apart_from_headers(in_processes):
+@pytest.mark.parametrize("on_device", [False, True], ids=["by hosts", "by links"])
+def test_hidden_states_travel_apart_from_headers(on_device, in_processes):
     with tempfile.TemporaryDirectory() as folder:
-        in_processes(stage, (f"{folder}/store", False), count=STAGES)
+        in_processes(stage, (f"{folder}/store", False, on_device), count=STAGES)
 
 
 def test_one_broken_pair_sends_all_stages_back_to_gloo(in_processes):
     with tempfile.TemporaryDirectory() as folder:
-        in_processes(stage, (f"{folder}/store", True), count=STAGES)
+        in_processes(stage, (f"{folder}/store", True, False), count=STAGES)
 
 
 def test_a_gpu_without_room_for_its_inbox_tells_the_others(monkeypatch):
