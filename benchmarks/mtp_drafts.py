@@ -170,7 +170,7 @@ def measure(args: argparse.Namespace, agreement: float) -> dict[str, Any]:
             "mtp": {"speculate": "mtp", "gamma": args.gamma},
             "auto": {"speculate": "mtp", "gamma": "auto", **times},
         }
-        start = partial(LLM, plan=plan, backend=args.backend)
+        start = partial(LLM, plan=plan, backend=args.backend, links=args.links)
         with ThreadPoolExecutor(len(ways) if args.backend == "processes" else 1) as pool:
             started = {way: pool.submit(start, **more) for way, more in ways.items()}
         engines = {way: engine.result() for way, engine in started.items()}
@@ -240,6 +240,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="on one GPU in bfloat16")
     parser.add_argument("--stages", type=int, help="default: 2, with --gpu 1")
     parser.add_argument("--backend", choices=("threads", "processes"), default="threads")
+    parser.add_argument("--links", choices=("auto", "gloo"), default="auto")
     parser.add_argument("--bits", default="w16a16")
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--gamma", type=int, default=2)
@@ -262,6 +263,10 @@ def main() -> None:
             }
             if args.backend != "threads":
                 row["backend"] = args.backend
+            if args.links != "auto":
+                row["links"] = args.links
+            if args.gpu and args.stages > 1:
+                row["gpus"] = 1
             if args.gpu:
                 row |= {"hidden": args.hidden, "ffn": args.ffn}
             seen = found["speculation"]

@@ -1,4 +1,4 @@
-"""Norm and a product of few columns as one launch; norm, router and choice of experts as two.
+"""Norm, router and choice of experts as two launches.
 
     n = x rsqrt(mean(x^2) + eps) g        float32 inside, one rounding; written for others
     logits = n W^T + b                    a program: 16 tokens x 16 experts x CHUNK columns
@@ -89,12 +89,8 @@ def norm_logits_kernel(
 def takes(x_Th: Tensor, experts: int, groups: int) -> bool:
     """Whether the kernels take so many rows and columns and experts."""
     tokens, columns = x_Th.shape
-    return few(tokens, columns, experts) and fits(experts, groups)
-
-
-def few(tokens: int, columns: int, experts: int) -> bool:
-    """Whether `norm_product` is faster than a norm and a product of its own."""
-    return tokens * experts <= MOST_LOGITS and columns <= MOST_COLUMNS
+    few = tokens * experts <= MOST_LOGITS and columns <= MOST_COLUMNS
+    return few and fits(experts, groups)
 
 
 def norm_route(
@@ -108,15 +104,7 @@ def norm_route(
     correction_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x [T, h] normed, and weights and ids [T, k] of each row's experts."""
-    normed, shares = norm_product(x_Th, norm_weight, eps, router_Eh)
-    return normed, *route_shares(shares, rule, x_Th.dtype, bias_E, correction_E)
-
-
-def norm_product(
-    x_Th: Tensor, norm_weight: Tensor, eps: float, weight_Eh: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return x [T, h] normed, and float32 shares [S, T, E] whose sum is its product with w."""
-    (tokens, columns), experts = x_Th.shape, weight_Eh.shape[0]
+    (tokens, columns), experts = x_Th.shape, router_Eh.shape[0]
     chunks, pdl = triton.cdiv(columns, CHUNK), overlaps(x_Th.device)
     normed = torch.empty_like(x_Th)
     shares = x_Th.new_empty(chunks, tokens, experts, dtype=torch.float32)
@@ -124,7 +112,7 @@ def norm_product(
     norm_logits_kernel[grid](
         x_Th.contiguous(),
         norm_weight,
-        weight_Eh.contiguous(),
+        router_Eh.contiguous(),
         normed,
         shares,
         tokens,
@@ -140,4 +128,4 @@ def norm_product(
         num_warps=4,
         launch_pdl=pdl,
     )
-    return normed, shares
+    return normed, *route_shares(shares, rule, x_Th.dtype, bias_E, correction_E)

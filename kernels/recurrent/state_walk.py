@@ -8,8 +8,7 @@
 
     mixed [T, E]        what the convolution gives: q, k, v, or of Mamba-2 v, k, q, head by head;
                         SHARED heads have the queries and keys of one
-    steps [S, T, .]     b and a of every head (KDA: channel), or dt, or nothing; of the delta rule
-                        as S partial sums, which are added here and rounded
+    steps [T, .]        b and a of every head (KDA: channel), or dt, or nothing
     states [S, H, N, P] float32: zeros where a row starts at position 0
     notes               tokens in front of a row's own; how many the state moves on by (notes.py)
 
@@ -80,23 +79,13 @@ def softplus(x):
     return tl.maximum(x, 0.0) + tl.where(small > 0, grown, y)
 
 
-@triton.jit
-def step_of(steps, share_stride, dtype: tl.constexpr, SHARES: tl.constexpr):
-    """A number of a step: the sum of its shares, rounded as a product's result is."""
-    total = tl.load(steps).to(tl.float32)
-    for i in tl.static_range(1, SHARES):
-        total += tl.load(steps + i * share_stride).to(tl.float32)
-    return total.to(dtype).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["num_rows", "longest", "share_stride"])
+@triton.jit(do_not_specialize=["num_rows", "longest"])
 def walk_kernel(
     mixed, steps, decay, bias, skip, states, rows, moves, out, noted_mixed, notes, noted_rows,
-    num_rows, longest, mixed_stride, steps_stride, share_stride, inputs, scale, beta_factor,
-    HEADS: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    PADDED_N: tl.constexpr, BLOCK_P: tl.constexpr, ZEROS: tl.constexpr, DELTA: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, FIXED: tl.constexpr, SHARES: tl.constexpr, NOTES: tl.constexpr,
-    PDL: tl.constexpr,
+    num_rows, longest, mixed_stride, steps_stride, inputs, scale, beta_factor, HEADS: tl.constexpr,
+    SHARED: tl.constexpr, N: tl.constexpr, P: tl.constexpr, PADDED_N: tl.constexpr,
+    BLOCK_P: tl.constexpr, ZEROS: tl.constexpr, DELTA: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    FIXED: tl.constexpr, NOTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of a head of one row of at most `longest` tokens."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -144,14 +133,14 @@ def walk_kernel(
         k = tl.load(at + k_own, mask=has_n, other=0.0).to(tl.float32)
         v = tl.load(at + v_own, mask=has_p, other=0.0).to(tl.float32)
         if DELTA:
-            b = step_of(step_at + head, share_stride, mixed.dtype.element_ty, SHARES)
+            b = tl.load(step_at + head).to(tl.float32)
             q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
             k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
             if BY_CHANNEL:
                 a = tl.load(step_at + HEADS + head * N + n, mask=has_n, other=0.0).to(tl.float32)
                 s *= tl.exp(rate * softplus(a + shift))[:, None]
             else:
-                a = step_of(step_at + HEADS + head, share_stride, mixed.dtype.element_ty, SHARES)
+                a = tl.load(step_at + HEADS + head).to(tl.float32)
                 s *= tl.exp(rate * softplus(a + shift))
             u = (v - tl.sum(k[:, None] * s, 0)) * (tl.sigmoid(b) * beta_factor)
         elif FIXED:
@@ -181,7 +170,7 @@ def walk_kernel(
 
 def walk_rows(
     mixed_TE: Tensor,
-    steps: Tensor,
+    steps_TJ: Tensor,
     form: Recurrence,
     states_SHNP: Tensor,
     rows_FR: Tensor,
@@ -192,16 +181,11 @@ def walk_rows(
 ) -> Tensor:
     """Return o [T, H P] of rows of up to `longest` tokens, and zeros of padding.
 
-    The rows' states move on, unless `moves_1` is 0. Places of longer rows are left out. `steps`:
-    [T, J], or without `notes` the shares [S, T, J] of a delta rule's. `notes`: of tokens that may
-    be taken back, which longer rows have none of.
+    The rows' states move on, unless `moves_1` is 0. Places of longer rows are left out. `notes`: of
+    tokens that may be taken back, which longer rows have none of.
     """
     _, heads, key_dim, value_dim = states_SHNP.shape
-    steps_STJ = steps if steps.ndim == 3 else steps[None]
-    shares = steps_STJ.shape[0]
-    if shares > 1 and (notes is not None or form.by_channel or not form.delta):
-        raise ValueError(f"steps of {shares} shares: a delta rule's by heads, without notes, alone")
-    if mixed_TE.stride(1) != 1 or steps_STJ.stride(2) != 1:
+    if mixed_TE.stride(1) != 1 or steps_TJ.stride(1) != 1:
         raise ValueError(f"a token's inputs must lie side by side, got strides {mixed_TE.stride()}")
     shape = (mixed_TE.shape[0], heads * value_dim)
     out_TC = torch.empty(shape, dtype=mixed_TE.dtype, device=mixed_TE.device)
@@ -211,7 +195,7 @@ def walk_rows(
     block = min(block, triton.next_power_of_2(value_dim))
     walk_kernel[(num_rows, heads, triton.cdiv(value_dim, block))](
         mixed_TE,
-        steps_STJ,
+        steps_TJ,
         form.decay_H,
         form.decay_H if form.bias_H is None else form.bias_H,
         form.decay_H if form.skip_H is None else form.skip_H,
@@ -220,13 +204,12 @@ def walk_rows(
         moves_1,
         out_TC,
         mixed_TE if notes is None else notes.mixed_SME,
-        steps_STJ if notes is None else notes.noted_SME,
+        steps_TJ if notes is None else notes.noted_SME,
         rows_FR if notes is None else notes.rows_FR,
         num_rows,
         longest,
         mixed_TE.stride(0),
-        steps_STJ.stride(1),
-        steps_STJ.stride(0),
+        steps_TJ.stride(0),
         0 if notes is None else notes.noted_SME.shape[2],
         key_dim**-0.5,
         form.beta_factor,
@@ -240,7 +223,6 @@ def walk_rows(
         DELTA=form.delta,
         BY_CHANNEL=form.by_channel,
         FIXED=form.fixed,
-        SHARES=shares,
         NOTES=0 if notes is None else notes.noted_SME.shape[1],
         PDL=pdl,
         num_warps=warps,

@@ -62,8 +62,6 @@ def walk_rows_reference(
     notes: Notes | None = None,
 ) -> Tensor:
     """The twin, in float32, row by row and token by token; padding gets zeros."""
-    if steps_TJ.ndim == 3:  # shares
-        steps_TJ = steps_TJ.float().sum(0).to(mixed_TE.dtype)
     if notes is not None:
         return _walk_noted(mixed_TE, steps_TJ, form, states_SHNP, rows_FR, notes)
     _, heads, key_dim, value_dim = states_SHNP.shape

@@ -97,7 +97,6 @@ def rows_expert_kernel(
     WM: tl.constexpr,
     STEPS: tl.constexpr,
     D: tl.constexpr,
-    XD: tl.constexpr,
     FUSE: tl.constexpr,
     ACT: tl.constexpr,
     PDL: tl.constexpr,
@@ -159,9 +158,6 @@ def rows_expert_kernel(
         if GATHER:
             source = tl.load(order + pair, mask=live, other=0) // top
         at_row = tl.max_constancy(source, 8).to(tl.int64) * K
-        xs = ()
-        for i in tl.static_range(min(XD, STEPS)):
-            xs += (_x_step(X, at_row, live, i, K, WM, EVEN_K),)
         acc = tl.zeros([WM, BH * 16, 8], tl.float32)
         acc2 = tl.zeros([WM, BH * 16, 8], tl.float32) if FUSE else 0
         PARTS: tl.constexpr = 2 if FUSE else 1
@@ -189,12 +185,11 @@ def rows_expert_kernel(
                             True,
                         ),
                     )
-            if i + XD < STEPS:
-                xs += (_x_step(X, at_row, live, i + XD, K, WM, EVEN_K),)
-            acc = _multiply(acc, tiles[i * PARTS], xs[i], BITS, DT, SYMMETRIC, BH, WM, INTERPRET)
+            x = _x_step(X, at_row, live, i, K, WM, EVEN_K)
+            acc = _multiply(acc, tiles[i * PARTS], x, BITS, DT, SYMMETRIC, BH, WM, INTERPRET)
             if FUSE:
                 acc2 = _multiply(
-                    acc2, tiles[i * PARTS + 1], xs[i], BITS, DT, SYMMETRIC, BH, WM, INTERPRET
+                    acc2, tiles[i * PARTS + 1], x, BITS, DT, SYMMETRIC, BH, WM, INTERPRET
                 )
         total = tl.sum(acc, axis=0)
         total2 = tl.sum(acc2, axis=0) if FUSE else 0

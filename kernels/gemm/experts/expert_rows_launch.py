@@ -37,8 +37,6 @@ class RowsForm:
     warps: int
     depth: int
     registers: int
-    x_depth: int = 0
-    """k-groups of x that a warp asks for before it multiplies by the one in front."""
 
 
 def form_of(
@@ -100,7 +98,6 @@ def product(
         WM=form.warps,
         STEPS=groups // form.warps,
         D=form.depth,
-        XD=form.x_depth,
         FUSE=gate is not None,
         ACT=rule.activation,
         PDL=pdl,

@@ -138,7 +138,7 @@ def _without_tail(
         return cuda_atom_layers.decoder_layer(layer, x_BQh, inner, last=last)
     if part is None:
         return _with_mlp(layer, mlp, x_BQh if last is None else last(x_BQh), None)
-    normed, steps = _normed_before(layer, x_BQh, step)
+    normed = _normed_before(layer, x_BQh, step)
     if layer.stream is not None:
         assert mlp is not None
         made = _mixer_output(part, normed, index, step, kv)
@@ -154,7 +154,7 @@ def _without_tail(
         following = None if mlp is None else layer.mlp_norm
         y, wide = added_behind(layer, made, x_BQh, layer.attn_out_norm, following)
         return y if mlp is None else _with_mlp(layer, mlp, y, wide)
-    o, attended = _mixed(part, normed, index, step, kv, steps)
+    o, attended = _mixed(part, normed, index, step, kv)
     if layer.parallel_norms:
         wide = normed if layer.parallel_norms == 1 else norm(layer.mlp_norm, x_BQh)
         del normed
@@ -196,18 +196,13 @@ def _mixed(
     index: int,
     step: Step,
     kv: KVCache,
-    steps_STJ: Tensor | None = None,
 ) -> tuple[Linear, Tensor]:
-    """Return the matrix behind what mixes a layer's tokens, and what it is to multiply.
-
-    `steps_STJ`: as of `_normed_before`.
-    """
+    """Return the matrix behind what mixes a layer's tokens, and what it is to multiply."""
     if isinstance(part, LatentAttention):
         return part.o, attend_latents(part, normed, index, step, kv)
     if isinstance(part, RecurrentMixer):
         into = product(part.mixer_in, normed)
-        mixed = cuda_recurrent.mix(part, normed, into, step, kv, steps_STJ=steps_STJ)
-        return part.mixer_out, mixed
+        return part.mixer_out, cuda_recurrent.mix(part, normed, into, step, kv)
     return part.o, attention(part, normed, index, step, kv)
 
 
@@ -275,19 +270,12 @@ def _sums_rows(part: nn.Module, behind: Norm) -> TypeGuard[RowParallelLinear]:
     return isinstance(part, RowParallelLinear) and not part._forward_pre_hooks and is_rms(behind)
 
 
-def _normed_before(layer: DecoderLayer, x_BQh: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-    """Return what a layer's attention takes: the layer before may have made it.
-
-    And shares of the steps of its recurrence, where one launch makes both.
-    """
+def _normed_before(layer: DecoderLayer, x_BQh: Tensor, step: Step) -> Tensor:
+    """Return what a layer's attention takes: the layer before may have made it."""
     y, normed = step.memo.pop(_NORMED, (None, None))
     if y is x_BQh and isinstance(normed, Tensor):
-        return normed, None
-    if isinstance(layer.attention, RecurrentMixer):
-        both = cuda_recurrent.norm_and_steps(layer.attn_norm, layer.attention, x_BQh, step)
-        if both is not None:
-            return both
-    return norm(layer.attn_norm, x_BQh), None
+        return normed
+    return norm(layer.attn_norm, x_BQh)
 
 
 def _mlp_output(mlp: MLP | GatedMLP | SparseMLP, wide: Tensor) -> Tensor:

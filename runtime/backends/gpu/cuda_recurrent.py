@@ -7,8 +7,7 @@
                   apart (KDA)
     gate          with its norm                                   gated_norm.py
     all three     of a delta rule's few rows of one token,        delta_step.py
-                  without drafts; their steps, too. Of more rows
-                  these come with the norm in front               norm_route.py
+                  without drafts, and what their steps are made of
     drafts        noted, their state moved on by when they are    notes.py
                   accepted, in the next step's own launches
 
@@ -21,14 +20,12 @@ Legend: T places, C channels, h hidden.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from llmpq.families.common.spec_values import Recurrent
-from llmpq.kernels.fused.norm_route import few, norm_product
 from llmpq.kernels.recurrent.convolve import convolve_rows
 from llmpq.kernels.recurrent.delta_step import (
     Convolution,
@@ -42,46 +39,22 @@ from llmpq.kernels.recurrent.notes import Notes, note_rows
 from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows, scans
 from llmpq.kernels.recurrent.state_walk import Recurrence, walk_rows
 from llmpq.plan import MAX_GAMMA
-from llmpq.runtime.backends.gpu.cuda_norms import is_rms
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.recurrent_states import LayerState
-from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer, in_factors
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Step
 
 
-def norm_and_steps(
-    between: Norm, part: RecurrentMixer, x_BQh: Tensor, step: Step
-) -> tuple[Tensor, Tensor] | None:
-    """Return x normed and shares [S, T, J] of a delta rule's steps; None where these are not
-    made so: of few rows `mix` makes them in its one launch.
-    """
-    weight, x_Th = part.step_weight, x_BQh.flatten(0, -2)
-    if weight is None or part.form.kind != "gated_delta":
-        return None
-    if not _single_rows(step) or _at_once(part, step):
-        return None
-    if not is_rms(between) or not few(len(x_Th), x_Th.shape[1], len(weight)):
-        return None
-    normed_Th, steps_STJ = norm_product(x_Th, between.weight, between.eps, weight)
-    return normed_Th.view(x_BQh.shape), steps_STJ
-
-
-def _at_once(part: RecurrentMixer, step: Step) -> bool:
+def _at_once(part: RecurrentMixer, step: PagedStep) -> bool:
     """Whether a step of a layer is one launch between its products: a token a row, no drafts."""
     form, norm = part.form, part.mixer_norm
-    if not _single_rows(step):
+    if step.chunks or step.noted_FR is not None:
         return False
     by_heads = norm is not None and not norm.centred and norm.shape == (form.value_dim,)
     delta = form.is_delta and part.conv_weight_C1K is not None
     num_rows = step.rows_FR.shape[1]
     return delta and by_heads and takes(num_rows, form.heads, form.key_dim, form.value_dim)
-
-
-def _single_rows(step: Step) -> TypeGuard[PagedStep]:
-    """Whether a step of a pool has a token a row, and no drafts."""
-    return isinstance(step, PagedStep) and not step.chunks and step.noted_FR is None
 
 
 def mix(
@@ -90,13 +63,10 @@ def mix(
     into_BQE: Tensor,
     step: Step,
     kv: KVCache,
-    *,
-    steps_STJ: Tensor | None = None,
 ) -> Tensor:
     """Return what `mixer_out` takes [B, Q, C]; `into_BQE`: what `mixer_in` gave.
 
-    `RecurrentMixer.forward` is its twin. `steps_STJ`: shares of a delta rule's steps, if they are
-    known (`norm_and_steps`).
+    `RecurrentMixer.forward` is its twin.
     """
     assert isinstance(step, PagedStep) and kv.states is not None
     form, states = part.form, kv.states.layer(part.place)
@@ -131,21 +101,18 @@ def mix(
         note(into_TE, into_TE)
         return out_TC[None]
     if delta:
-        if steps_STJ is None:
-            gate_TC, steps = part.gate_and_steps(x_BQh[0], into_TE)
-        else:
-            gate_TC, steps = into_TE[:, form.channels :], steps_STJ
+        gate_TC, steps_TJ = part.gate_and_steps(x_BQh[0], into_TE)
         inputs_TC = into_TE[:, : form.channels]
     elif form.kind == "lightning":
         inputs_TC, gate_TC = into_TE.split([form.channels, form.inner], dim=1)
-        steps = inputs_TC  # unread
+        steps_TJ = inputs_TC  # unread
     else:
         if form.in_factors:
             into_TE.mul_(_factors(form, into_TE.dtype, into_TE.device))
-        gate_TC, inputs_TC, steps = into_TE.split([form.inner, form.channels, form.heads], dim=1)
+        gate_TC, inputs_TC, steps_TJ = into_TE.split([form.inner, form.channels, form.heads], dim=1)
     mixed_TC = convolved(inputs_TC)
-    out_TC = _recurrence(part, mixed_TC, steps, states.matrix_SHNP, step, moves_1, notes)
-    note(inputs_TC if part.conv_weight_C1K is not None else mixed_TC, steps)
+    out_TC = _recurrence(part, mixed_TC, steps_TJ, states.matrix_SHNP, step, moves_1, notes)
+    note(inputs_TC if part.conv_weight_C1K is not None else mixed_TC, steps_TJ)
     norm = part.mixer_norm
     return gated_norm(
         out_TC,
@@ -192,27 +159,24 @@ def _delta_step(
 def _recurrence(
     part: RecurrentMixer,
     mixed_TC: Tensor,
-    steps: Tensor,
+    steps_TJ: Tensor,
     matrix_SHNP: Tensor,
     step: PagedStep,
     moves_1: Tensor,
     notes: Notes | None,
 ) -> Tensor:
-    """Return what every place reads of its row's state, which moves on.
-
-    `steps`: as of `walk_rows`.
-    """
+    """Return what every place reads of its row's state, which moves on."""
     recurrence, rows_FR = _form_of(part), step.rows_FR
     if not step.chunks or recurrence.by_channel or not scans(mixed_TC.device):
-        return walk_rows(mixed_TC, steps, recurrence, matrix_SHNP, rows_FR, moves_1, notes=notes)
+        return walk_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1, notes=notes)
     short = FROM_TOKENS - 1
     out_TC = walk_rows(
-        *(mixed_TC, steps, recurrence, matrix_SHNP, rows_FR, moves_1),
+        *(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1),
         longest=short,
         notes=notes,
     )
     slots_T = step.where.slots_T
-    scan_rows(mixed_TC, steps, recurrence, matrix_SHNP, rows_FR, slots_T, moves_1, out_TC)
+    scan_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, slots_T, moves_1, out_TC)
     return out_TC
 
 

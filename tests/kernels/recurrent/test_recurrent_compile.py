@@ -15,7 +15,7 @@ pytestmark = pytest.mark.compile
 CONVOLVE = {"TAPS": 4, "BIAS": True, "GATED": False, "BLOCK": 128, "STEP": 16, "PARTS": 1}
 SINGLE = {"STEP": 1, "BLOCK": 256, "weight_stride": 1}
 WALK = {"HEADS": 32, "SHARED": 2, "N": 128, "P": 128, "PADDED_N": 128, "BLOCK_P": 64, "ZEROS": 32}
-WALK |= {"BY_CHANNEL": False, "FIXED": False, "SHARES": 1}
+WALK |= {"BY_CHANNEL": False, "FIXED": False}
 NORM = {"WIDTH": 128, "PADDED": 128, "GROUPS": 8, "NORM": True, "NORM_FIRST": True, "SHARED": True}
 NORM |= {"SIGMOID": False}
 FIXED = {"DELTA": False, "FIXED": True, "SHARED": 1}
@@ -49,7 +49,6 @@ KERNELS = {
     "delta": (walk_kernel, WALK | {"DELTA": True}, 2),
     "delta-few": (walk_kernel, WALK | {"DELTA": True, "BLOCK_P": 32}, 1),
     "delta-kda": (walk_kernel, WALK | {"DELTA": True, "BY_CHANNEL": True, "SHARED": 1}, 2),
-    "delta-shares": (walk_kernel, WALK | {"DELTA": True, "SHARES": 4}, 2),
     "delta-step": (delta_step_kernel, STEP, NUM_WARPS),
     "delta-step-wide": (delta_step_kernel, STEP | {"GIVEN": 5120}, NUM_WARPS),
     "delta-step-kda": (delta_step_kernel, STEP | KDA, NUM_WARPS),

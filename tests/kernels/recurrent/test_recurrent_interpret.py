@@ -90,19 +90,6 @@ def test_walk(rows, kind, monkeypatch):
     assert not torch.equal(want_states, states)
 
 
-def test_walk_by_shares_of_steps():
-    rows_FR, places = table(SINGLE)
-    mixed, steps, form, states = recurrent_inputs(places, "delta")
-    shares = normal(3, *steps.shape, seed=30)
-    want_states, own = states.clone(), states.clone()
-    want = walk_rows_reference(mixed, shares, form, want_states, rows_FR)
-    torch.testing.assert_close(walk_rows(mixed, shares, form, own, rows_FR, MOVES), want)
-    torch.testing.assert_close(own, want_states)
-    _, steps, mamba, _ = recurrent_inputs(places, "mamba2")
-    with pytest.raises(ValueError, match="3 shares"):
-        walk_rows(mixed, steps.expand(3, -1, -1), mamba, own, rows_FR, MOVES)
-
-
 @pytest.mark.parametrize(
     ("kind", "key_heads", "given"), [("delta", 2, 40), ("delta", 1, 16), ("kda", 4, 0)]
 )
