@@ -99,3 +99,21 @@ def test_packed_caches_and_drafts_from_them_in_half_precision(
     plain = stages_of(directory, plans["kv16"], PACKED, device="cuda")
     judged = served(plain, answered, PACKED, new=1)
     assert max(below for row in judged.below_best for below in row[-8:]) < TIE
+
+
+@pytest.mark.parametrize("kv", ["kv8v4", "kv4v2", "kv16v4"])
+def test_keys_and_values_of_different_bits_give_a_cpus_scores(
+    models: Any, make_plan: Any, random_prompts: Any, kv: str
+) -> None:
+    directory = models.directory("llama")
+    plan = make_plan(directory, kv=kv, batch=2, prompt_len=190, gen_len=NEW, dtype="float16")
+    on_gpu, on_cpu = (
+        served(
+            stages_of(directory, plan, PACKED, device=device),
+            random_prompts(190, 140), PACKED, new=2,
+        )
+        for device in ("cuda", "cpu")
+    )  # fmt: skip
+    beyond = zip(on_gpu.prompt_scores[0][150:], on_cpu.prompt_scores[0][150:], strict=True)
+    apart = [abs(ours - theirs) for ours, theirs in beyond]
+    assert sum(apart) / len(apart) < NEAR
