@@ -145,6 +145,13 @@ KERNEL_TABLES = {
         show=us_beside_sixteen_bits,
         newest=True,
     ),
+    "kv_apart": Pivot(
+        file="kv_apart.jsonl",
+        bench="kv_pages",
+        index=("kv", "rows"),
+        column="tokens",
+        show=us_of_floor,
+    ),
     "packed_latents": Pivot(
         file="latents_gpu.jsonl",
         bench="packed latents",

@@ -212,6 +212,13 @@ TABLES: dict[str, Table] = {
         column="model",
         show=increase_over_baseline("kv16"),
     ),
+    "kv_apart_perplexity": Pivot(
+        file="kv_perplexity.jsonl",
+        bench="eval over a low-bit cache",
+        index=("kv",),
+        column="model",
+        show=increase_over_baseline("kv16"),
+    ),
     "quality": Pivot(
         file="quality.jsonl",
         bench="perplexity",

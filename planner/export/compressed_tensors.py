@@ -25,6 +25,7 @@ from llmpq.planner.export.result import (
     stages_line,
     zeros_line,
 )
+from llmpq.planner.export.vllm import CACHE_TYPES
 from llmpq.precision import Precision, WeightScheme
 
 
@@ -57,13 +58,14 @@ def compressed_tensors(plan: Plan, spec: ModelSpec) -> Exported:
         ],
         "kv_cache_scheme": None,
     }
-    kv = kv_line(plan)
+    kv, of_vllm = kv_line(plan), CACHE_TYPES.get(plan.workload.kv)
+    vllm_flag = f" (vLLM: --kv-cache-dtype {of_vllm})" if of_vllm else ""
     missing = said(
         stages_line(plan),
         microbatch_line(plan),
         zeros_line(plan),
         outliers_line(plan),
-        kv and f"{kv}: the server's to choose (vLLM: --kv-cache-dtype int8_per_token_head)",
+        kv and f"{kv}: the server's to choose{vllm_flag}",
     )
     text = json.dumps({"quantization_config": config}, indent=1) + "\n"
     return Exported(text=text, not_expressed=missing)

@@ -55,14 +55,23 @@ def node_links_table(costs: CostModel) -> Table:
     return table
 
 
+MOST_KV = 4
+"""Columns of KV precisions that a terminal has room for."""
+
+
 def omega_table(sensitivity: Sensitivity) -> Table:
-    """Return one line a layer: omega of each weight and KV precision."""
+    """Return one line a layer: omega of each weight and KV precision, of many those alone that
+    have as many bits for keys as for values."""
+    many = len(sensitivity.kv) > MOST_KV
     table = Table(
-        title=f"{sensitivity.model}: omega, {sensitivity.indicator} indicator", box=SIMPLE
+        title=f"{sensitivity.model}: omega, {sensitivity.indicator} indicator",
+        caption="KV of more bits for keys than for values: in the file" if many else None,
+        box=SIMPLE,
     )
     table.add_column("layer", justify="right")
     columns = {**{p.value: v for p, v in sensitivity.weights.items()}}
-    columns.update({kv.value: v for kv, v in sensitivity.kv.items()})
+    kv_columns = {kv: v for kv, v in sensitivity.kv.items() if not (many and kv.is_apart)}
+    columns.update({kv.value: v for kv, v in kv_columns.items()})
     for name in columns:
         table.add_column(name, justify="right")
     for layer in range(sensitivity.num_layers):
