@@ -65,7 +65,7 @@ def digest(data: Data) -> str:
 
 def verify(plan: Data, c: Data) -> Verified:
     """Return what holds of a plan; `Refused` says what does not."""
-    _require(c["schema"] == SCHEMA, f"schema: {c['schema']} is another llmpq-algo's; plan again")
+    _require(c["schema"] == SCHEMA, f"schema: {c['schema']}, expected {SCHEMA}")
     _require(c["sha256"] == digest(c), "sha256: the certificate was changed")
     _require(c["plan_sha256"] == digest(plan), "plan_sha256: it is of another plan")
     value, time = _value(plan, c)

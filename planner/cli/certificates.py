@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmpq.errors import BadPlanError
 from llmpq.file_form import read_json, replace_text
 from llmpq.planner.answer import Answer, TopologyAnswer
-from llmpq.planner.check.verify import Refused, Verified, verify
+from llmpq.planner.check.verify import SCHEMA, Refused, Verified, verify
 from llmpq.planner.problem.requests import VerifyRequest
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import variants_with_room
@@ -112,6 +112,13 @@ def verify_file(request: VerifyRequest) -> None:
             "--objective makespan without drafts; plan again, or name it with --certificate"
         )
     certificate: Any = read_json(path)
+    schema = certificate.get("schema") if isinstance(certificate, dict) else None
+    if isinstance(schema, int) and schema != SCHEMA:
+        which = "an older" if schema < SCHEMA else "a newer"
+        raise BadPlanError(
+            f"'{path}' was written by {which} llmpq-algo (schema {schema}, this one checks schema "
+            f"{SCHEMA}): plan again, or check it with that version"
+        )
     try:
         found = verify(plan, certificate)
     except Refused as error:

@@ -372,7 +372,11 @@ def test_the_command_says_what_holds_and_what_does_not(
     path.write_text(json.dumps(data))
     assert main(["verify", str(path)]) == 3
     assert "it is of another plan" in capsys.readouterr().err
-    (tmp_path / "plan.certificate.json").unlink()
+    made = tmp_path / "plan.certificate.json"
+    made.write_text(json.dumps({**json.loads(made.read_text()), "schema": 1}))
+    assert main(["verify", str(path)]) == 3
+    assert "written by an older llmpq-algo (schema 1, this one checks" in capsys.readouterr().err
+    made.unlink()
     assert main(["verify", str(path)]) == 2
     assert "is not there" in capsys.readouterr().err
 
