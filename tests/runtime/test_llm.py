@@ -292,9 +292,9 @@ def test_plans_are_made_by_name(demo_model):
 @pytest.mark.cpu
 def test_requests_of_any_lengths_share_a_pool_and_their_beginnings(demo_model, make_plan):
     """A plan for prompts of 32 tokens serves longer ones; a second round finds the first's."""
-    trunk = [7 + n % 50 for n in range(300)]
+    trunk = [7 + n % 50 for n in range(140)]
     prompts = [trunk + [9 + n] * (1 + 30 * n) for n in range(5)]
-    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     plan = make_plan(demo_model, (3,), batch=4, prompt_len=32, gen_len=300)
     answers = []
     for on in (True, False):
@@ -309,7 +309,7 @@ def test_requests_of_any_lengths_share_a_pool_and_their_beginnings(demo_model, m
                 answers.append([answer.outputs[0].token_ids for answer in found])
             gauges = llm.stats()["gauges"]
             assert gauges["blocks"] == 4 * 3 and gauges["blocks_held"] == 0
-            assert (gauges["prefix_hits"] > 256 * 5) == on
+            assert (gauges["prefix_hits"] >= 128 * 5) == on
     assert all(row == answers[0] for row in answers) and len(set(map(str, answers[0]))) == 5
 
 
@@ -398,8 +398,8 @@ def test_prefixes_are_forgotten_and_counted_under_vllms_names(one):
 
 @pytest.mark.cpu
 def test_a_request_under_way_goes_on_while_prefixes_are_forgotten(one):
-    prompt = [29 + n % 31 for n in range(300)]
-    greedy = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    prompt = [29 + n % 31 for n in range(140)]
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     (whole,) = one.generate([prompt], greedy)
     one.reset_prefix_cache()
 
