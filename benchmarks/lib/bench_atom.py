@@ -3,6 +3,11 @@
 Llama-3.1-8B's products with 128 outlier channels; cold caches, CUDA graphs, medians.
 `shape: layer` is the sum of qkv, o, gate_up and down. `with_rounding` starts from 16-bit inputs.
 `--what fused` times norm + channel order + rounding beside the norm alone, and SiLU-mul likewise.
+`--what layer` times a layer's products with what stands before each, from 16-bit inputs: norms and
+the gate that round as they make (where a weight's kernels do), the same by passes of their own, and
+cuBLAS bf16 behind norms and gate; attention is left out, o and down add the residual stream.
+`--what words` times W4A4's product and rounding beside those of the weight-only kernels, which take
+few tokens: on 16-bit values that rounding leaves.
 """
 
 from __future__ import annotations
@@ -11,12 +16,15 @@ import itertools
 import logging
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from llmpq.kernels.atom import hopper_inputs
 from llmpq.kernels.atom.hopper import (
     HopperPlan,
     RoundedTokens,
@@ -27,10 +35,13 @@ from llmpq.kernels.atom.hopper import (
     product,
 )
 from llmpq.kernels.atom.portable import GemmPlan, RoundedInput, atom_gemm, round_input
+from llmpq.kernels.compile_missing import compiling_missing
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.gpu_timing import copies_for, time_launches, write_row
 from llmpq.kernels.weights.atom_weight import AtomTiles, AtomWeight
+from llmpq.kernels.weights.dense_weight import DenseWeight
+from llmpq.kernels.weights.weight import Weight
 from reference.check_atom import LAYER, SCHEMES, W4A4, random_weight
 from reference.check_gemm import random_weight as random_w4a16
 from reference.kernel_commands import BenchAtom
@@ -53,7 +64,16 @@ def main(asked: BenchAtom) -> int:
         for m in rows:
             _report("atom_fused", {"m": m, "hidden": 4096, "ffn": 14336}, _fused(m, asked), asked)
         return 0
+    if asked.what == "layer":
+        for key in asked.scheme.split(","):
+            _layers(key, rows, asked)
+        return 0
     for key, m in itertools.product(asked.scheme.split(","), rows):
+        if asked.what == "words":
+            ways = [_restored(name, m, asked) for name in asked.shapes.split(",")]
+            each = {kind: _sum([times[kind] for times in ways]) for kind in ways[0]}
+            _report("atom_words", {"shape": asked.shapes, "m": m}, each, asked)
+            continue
         if asked.what == "sweep":
             for name in asked.shapes.split(","):
                 _sweep(name, key, m, asked)
@@ -201,6 +221,89 @@ def _fused(m: int, asked: BenchAtom) -> dict[str, list[float]]:
     return times
 
 
+def _layers(key: str, rows: list[int], asked: BenchAtom) -> None:
+    """Time whole layers, compiled before side by side."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    made = [
+        random_weight(name, k, n, SCHEMES[key], dtype, device).packed()
+        for name, (k, n) in LAYER.items()
+    ]
+    pool = [[_copy(one) for one in made] for _ in range(copies_for(sum(w.nbytes for w in made)))]
+    dense = [
+        [DenseWeight(torch.randn(n, k, device=device, dtype=dtype)) for k, n in LAYER.values()]
+        for _ in range(2)
+    ]
+    norm_K = torch.rand(LAYER["qkv"][0], device=device, dtype=dtype)
+    calls: dict[int, dict[str, tuple[int, Call]]] = {}
+    for m in rows:
+        x = torch.randn(m, LAYER["qkv"][0], device=device, dtype=dtype)
+        calls[m] = {
+            "by_themselves": (len(pool), partial(_by_themselves, pool, x, norm_K)),
+            "cublas_bf16": (len(dense), partial(_by_themselves, dense, x, norm_K)),
+        }
+        if all(one.takes_rounded_tokens for one in made):
+            calls[m] = {"as_made": (len(pool), partial(_as_made, pool, x, norm_K)), **calls[m]}
+    with compiling_missing():
+        for ways in calls.values():
+            for _, call in ways.values():
+                call(0)
+    for m, ways in calls.items():
+        times = {name: _time(call, copies, asked) for name, (copies, call) in ways.items()}
+        _report("atom_layer", {"m": m, "precision": key}, times, asked)
+
+
+def _as_made(pool: Sequence[Sequence[AtomWeight]], x: Tensor, norm_K: Tensor, i: int) -> Tensor:
+    """Run a layer's products, each on inputs that what stands before rounds."""
+    qkv, o, gate_up, down = map(_tiles, pool[i])
+    tokens = norm_input(x, qkv, norm="rms", weight_K=norm_K, eps=1e-5)
+    attended = product(tokens, qkv, dtype=x.dtype)[:, : o.in_features].contiguous()
+    y = product(any_input(attended, o), o, dtype=x.dtype, residual_MN=x)
+    tokens = norm_input(y, gate_up, norm="rms", weight_K=norm_K, eps=1e-5)
+    tokens = activation_input(product(tokens, gate_up, dtype=x.dtype), down, "silu")
+    return product(tokens, down, dtype=x.dtype, residual_MN=y, into_residual=True)
+
+
+def _by_themselves(pool: Sequence[Sequence[Weight]], x: Tensor, norm_K: Tensor, i: int) -> Tensor:
+    """Run a layer's products on 16-bit inputs, which those of few bits round."""
+    qkv, o, gate_up, down = pool[i]
+    made = qkv.matmul(fused_norm.rms_norm(x, norm_K, 1e-5))
+    attended = made[:, : o.in_features].contiguous()
+    y = o.matmul(attended, None, x)
+    wide = gate_up.matmul(fused_norm.rms_norm(y, norm_K, 1e-5))
+    return down.matmul(gated_mlp.gate_mul(wide), None, y, into_residual=True)
+
+
+def _restored(name: str, m: int, asked: BenchAtom) -> dict[str, list[float]]:
+    """Time W4A4's product of codes, its rounding, and both of the weight-only kernels' way."""
+    k, n = LAYER[name]
+    one = random_weight(name, k, n, W4A4, torch.bfloat16, torch.device("cuda")).packed()
+    assert isinstance(one, AtomTiles)
+    pool = [_copy(one) for _ in range(copies_for(one.nbytes))]
+    dense = [
+        torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies_for(2 * n * k))
+    ]
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    tokens, words = any_input(x, one), _as_words(x, one)
+    times = {
+        "codes": _time(lambda i: product(tokens, _tiles(pool[i]), dtype=x.dtype), len(pool), asked),
+        "rounding": _time(lambda _: any_input(x, one), 1, asked),
+        "words": _time(lambda i: product(words, _tiles(pool[i]), dtype=x.dtype), len(pool), asked),
+        "restoring": _time(lambda _: _as_words(x, one), 1, asked),
+        "cublas_bf16": _time(lambda i: functional.linear(x, dense[i]), len(dense), asked),
+    }
+    return times
+
+
+def _as_words(x: Tensor, weight: AtomTiles) -> RoundedTokens:
+    """Round as for few tokens, however many there are: to 16-bit values that rounding leaves."""
+    plain = hopper_inputs.is_few
+    hopper_inputs.is_few = lambda *_: True
+    try:
+        return any_input(x, weight)
+    finally:
+        hopper_inputs.is_few = plain
+
+
 def _time(call: Call, copies: int, asked: BenchAtom) -> list[float]:
     return time_launches(call, copies, repeats=asked.repeats)
 
@@ -216,7 +319,7 @@ def _report(
     shown = " ".join(f"{k}={v}" for k, v in case.items())
     each = "  ".join(f"{kind} {us:.1f}" for kind, us in medians.items())
     peers = [us for kind, us in medians.items() if kind == "cublas_bf16"]
-    ratio = f"  x{peers[0] / medians['product']:.2f}" if peers else ""
+    ratio = f"  x{peers[0] / next(iter(medians.values())):.2f}" if peers else ""
     sys.stdout.write(f"{shown:48s} {each} us{ratio}\n")
     sys.stdout.flush()
     if not asked.out:

@@ -230,6 +230,19 @@ def of_norm(row: Row) -> str:
     return f"{row['value']:.1f} ({row['value'] / row['baselines']['rms_norm_torch']:.2f})"
 
 
+def of_layer(row: Row) -> str:
+    """Show microseconds of a layer as it runs, of one that rounds apart, and cuBLAS's over it."""
+    apart, dense = (row["baselines"][way] for way in ("by_themselves", "cublas_bf16"))
+    return f"{row['value']:.0f} ({apart:.0f}) {dense / row['value']:.2f}x"
+
+
+def of_words(row: Row) -> str:
+    """Show microseconds of W4A4's products and roundings by both of its ways, and cuBLAS's."""
+    us = row["baselines"]
+    both = f"{row['value']:.0f} + {us['rounding']:.0f}, {us['words']:.0f} + {us['restoring']:.0f}"
+    return f"{both}; {us['cublas_bf16']:.0f}"
+
+
 def tokens_and_steps(row: Row) -> str:
     """Show tokens/s, the requests served at once and what a mean step of each phase took."""
     case = row["case"]

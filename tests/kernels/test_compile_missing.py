@@ -76,6 +76,19 @@ def test_what_is_missing_is_compiled_once_by_others_and_not_launched(no_gpu, pro
     assert [bool(made.asm["cubin"]) for made in _kernels(_double)] == [True, True]
 
 
+def test_what_launches_a_kernel_is_built_beside_it(no_gpu, tmp_path):
+    """Triton 3.6 compiles C for it, which the first launch waits for."""
+
+    def build(src, metadata):
+        (tmp_path / f"{src.name} {os.getpid() != own}").touch()
+
+    no_gpu.launcher_cls, own, x = build, os.getpid(), torch.ones(64)
+    with compiling_missing(processes=2):
+        _double[(1,)](x, 16)
+        _double[(1,)](x, 32)
+    assert [path.name for path in tmp_path.glob("_double *")] == ["_double True"]
+
+
 @pytest.mark.parametrize("hangs", [True, False])
 def test_processes_that_hang_or_die_leave_their_share_to_this_one(no_gpu, monkeypatch, hangs):
     x, own = torch.ones(64), os.getpid()

@@ -93,7 +93,7 @@ def bench_atom() -> CommandParser:
     """Return the flags of `bench atom`."""
     parser = _parser("bench atom", "Time products of rounded inputs, W4A4 and W8A8.")
     flags = parser.section("cases")
-    what = ("gemm", "fused", "sweep")
+    what = ("gemm", "fused", "layer", "words", "sweep")
     flags.flag("--what", default="gemm", choices=what, daily=True, help="default gemm")
     tokens = "1,16,32,128,256,512,1024,2048,4096"
     flags.flag("--m", default=tokens, daily=True, help=f"tokens ({tokens})")

@@ -147,12 +147,10 @@ class StepGraphs(ABC):
         if hidden_BQh is not None:
             hidden_BQh = self._widened(hidden_BQh.to(self._device), size)
         before = [state.clone() for state in self._state()]
-        whole, self._model = self._model, self._model.abridged()
         try:
             with self._apart(), nullcontext() if states is None else states.still():
-                self._forward(size, hidden_BQh)
+                self._forward_abridged(size, hidden_BQh)
         finally:
-            self._model = whole
             self._put_back(before)
 
     def remember(self, slots_B: Tensor, tokens_B: Tensor) -> None:
@@ -212,6 +210,14 @@ class StepGraphs(ABC):
     def _forward(self, size: int, hidden_BQh: Tensor | None) -> StepOutput:
         """Run the stage on the static buffers; what a graph records."""
 
+    def _forward_abridged(self, size: int, hidden_BQh: Tensor | None) -> None:
+        """Run `_forward` through a layer of each kind: all kernels, in a fraction of the time."""
+        whole, self._model = self._model, self._model.abridged()
+        try:
+            self._forward(size, hidden_BQh)
+        finally:
+            self._model = whole
+
     def _shared(self, logits_BV: Tensor) -> Tensor:
         """Return the logits of many rows where every graph leaves them."""
         if logits_BV.shape[0] <= KEPT_ROWS:
@@ -224,8 +230,9 @@ class StepGraphs(ABC):
         """Record a graph of this many rows; False, for good, if the driver or a kernel refuses.
 
         A step before the recording makes library handles, loads kernels and compiles what was not
-        compiled ahead. It computes what the replay computes again; only what it changes beside the
-        cache must be put back, and recurrent states must not move on.
+        compiled ahead; only before the first one it takes all layers, which may have to make what
+        they keep. What it changes beside the cache must be put back, and recurrent states must not
+        move on.
         """
         states = self._kv.states
         with nullcontext() if states is None else states.still():
@@ -240,7 +247,8 @@ class StepGraphs(ABC):
         try:
             with torch.cuda.stream(stream):
                 with self._apart():
-                    self._forward(num_rows, static)
+                    warm_up = self._forward_abridged if self._captured else self._forward
+                    warm_up(num_rows, static)
                 self._put_back(before)
                 stream.synchronize()
                 # Other threads (a communicator's watchdog) may go on asking the driver.
