@@ -35,8 +35,6 @@ from llmpq.kernels.kv.reference import IndexQueries
 from llmpq.sizes.gpu_workspace import chosen_at_once
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
-TILE_KEYS = 64
-
 
 @triton.jit(do_not_specialize=["num_rows", "columns", "width"])
 def score_keys(
@@ -106,7 +104,7 @@ def attend_chosen_latents(
     given = (index.q_TXC.contiguous(), index.weights_TX.contiguous(), pool)
     for first in range(0, places, at_once):
         rows, own_4T = min(at_once, places - first), rows_4T[:, first:]
-        score_keys[(width // TILE_KEYS, rows)](
+        score_keys[(width // plan.tile_keys, rows)](
             *(*given, own_4T, table_SM, scores_RW, places, table_SM.shape[1], width),
             X=heads,
             C=channels,
@@ -114,7 +112,7 @@ def attend_chosen_latents(
             ENTRY=plan.entry_dim,
             HEADS=max(16, triton.next_power_of_2(heads)),
             CHANNELS=max(16, triton.next_power_of_2(channels)),
-            N=TILE_KEYS,
+            N=plan.tile_keys,
             PAGE=BLOCK_TOKENS,
             num_warps=4,
         )

@@ -32,14 +32,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmpq.kernels.kernel_table import TENSOR_CORES
 from llmpq.kernels.kv.launch_plan import shared_memory
 from llmpq.kernels.kv.paged.paged_rows import Ints, Rows, summed_rows
 from llmpq.kernels.kv.tiles import choose_splits
-from llmpq.kernels.multiprocessors import multiprocessors
+from llmpq.kernels.multiprocessors import multiprocessors, older_than
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 BESIDE = 8192
 """Bytes of shared memory that a program takes beside its tiles, at most."""
+LEAST_TILE = (16, 1)
+"""Keys and stages where no more fit."""
+OLD_ROWS = 8
+"""Query rows of a program where Triton drives no tensor cores (before Ampere): both factors of a
+product lie in shared memory in float32, 64 KiB on Turing. 512 channels take 50 KiB with 8 rows and
+16 keys, 68 with 16."""
 
 
 @triton.jit
@@ -262,12 +269,14 @@ class LatentPlan:
         """Choose tiles that fit a program's shared memory; `index_dim`: of an indexer's keys."""
         (main, rest), block = halves(dim), shared_memory(device)[0]
         width, rows = (main + rest) * dtype.itemsize, 16
+        old = older_than(device, TENSOR_CORES)
         fits = (
             (keys, stages)
             for keys, stages in ((64, 3), (32, 3), (32, 2), (16, 2))
             if width * (rows + (stages - 1) * keys) + 4 * rows * keys + BESIDE <= block
         )
-        keys, stages = next(fits, (16, 1))
+        keys, stages = LEAST_TILE if old else next(fits, LEAST_TILE)
+        rows = OLD_ROWS if old else rows
         return cls(
             heads=heads,
             dim=dim,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.kv.paged import chosen_latents
+from llmpq.kernels.kv.paged import chosen_latents, paged_latents
 from llmpq.kernels.kv.paged.chosen_latents import attend_chosen_latents, token_rows
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan
 from llmpq.kernels.kv.reference import IndexQueries
@@ -103,6 +103,14 @@ def test_tokens_in_pieces(monkeypatch):
     got, want, used = run(MIXES["chunks"])
     assert error(got[:used], want[:used]) < TOLERANCE[torch.float32]
     assert torch.allclose(got, whole, atol=1e-6) and not got[used:].any()
+
+
+def test_tiles_of_cards_before_ampere(monkeypatch):
+    monkeypatch.setattr(paged_latents, "older_than", lambda *_: True)
+    LatentPlan.of.__func__.cache_clear()
+    got, want, used = run(MIXES["mixed"], heads=12, dim=72, value_dim=64)
+    LatentPlan.of.__func__.cache_clear()
+    assert error(got[:used], want[:used]) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("fault", ["wrong_table", "wrong_weights"])

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 from llmpq.kernels.kv.paged import paged_latents  # noqa: E402
-from llmpq.kernels.kv.paged.chosen_latents import TILE_KEYS, score_keys  # noqa: E402
+from llmpq.kernels.kv.paged.chosen_latents import score_keys  # noqa: E402
 from llmpq.kernels.kv.paged.paged_latents import (  # noqa: E402
     LatentPlan,
     chunk_latents,
@@ -27,6 +27,8 @@ KINDS = {
     "choice": "*i64",
     "scale": "fp32",
 }
+TURING = 75
+LIMIT = {**SHARED_LIMIT, TURING: 65536}
 # (query heads, channels, of them values): DeepSeek-V2-Lite, V3
 MODELS = [(16, 576, 512), (128, 576, 512)]
 # (query heads, heads of an indexer, their channels): DeepSeek-V3.2, GLM-5
@@ -36,22 +38,28 @@ SPARSE = [(128, 64, 128), (64, 32, 128)]
 def compiled(kernel, arch, constants):
     constants = dict(constants)
     options = {"num_warps": constants.pop("num_warps")}
-    given = {n: KINDS.get(n, "*bf16") for n in kernel.arg_names if n not in constants}
+    given = {
+        n: KINDS.get(n, "*bf16" if arch >= 80 else "*fp16")
+        for n in kernel.arg_names
+        if n not in constants
+    }
     aligned = tuple(name for name, kind in given.items() if kind.startswith("*"))
     made = compile_kernel(kernel, arch, given, constants, aligned=aligned, options=options)
-    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+    assert made.cubin and made.shared_bytes <= LIMIT[arch]
 
 
 def planned(monkeypatch, arch, model, **more):
     LatentPlan.of.__func__.cache_clear()
-    monkeypatch.setattr(paged_latents, "shared_memory", lambda _: (SHARED_LIMIT[arch], 0))
-    plan = LatentPlan.of(*model, torch.bfloat16, torch.device("cpu"), **more)
+    monkeypatch.setattr(paged_latents, "shared_memory", lambda _: (LIMIT[arch], 0))
+    monkeypatch.setattr(paged_latents, "older_than", lambda *_: arch < 80)
+    dtype = torch.bfloat16 if arch >= 80 else torch.float16
+    plan = LatentPlan.of(*model, dtype, torch.device("cpu"), **more)
     LatentPlan.of.__func__.cache_clear()
     return plan
 
 
 @pytest.mark.thin
-@pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
+@pytest.mark.parametrize("arch", (TURING, *ARCHITECTURES, CONSUMER_BLACKWELL))
 @pytest.mark.parametrize("model", MODELS)
 def test_kernels_fit(monkeypatch, arch, model):
     plan = planned(monkeypatch, arch, model)
@@ -62,11 +70,11 @@ def test_kernels_fit(monkeypatch, arch, model):
 
 
 @pytest.mark.thin
-@pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
+@pytest.mark.parametrize("arch", (TURING, *ARCHITECTURES, CONSUMER_BLACKWELL))
 @pytest.mark.parametrize(("heads", "index_heads", "channels"), SPARSE)
 def test_kernels_of_chosen_keys_fit(monkeypatch, arch, heads, index_heads, channels):
     plan = planned(monkeypatch, arch, (heads, 576, 512), index_dim=channels)
     compiled(decode_latents, arch, plan.options() | {"CHOSEN": True})
     sizes = {"X": index_heads, "C": channels, "HEADS": index_heads, "CHANNELS": channels}
     own = {name: plan.options()[name] for name in ("D", "ENTRY", "PAGE")}
-    compiled(score_keys, arch, sizes | own | {"N": TILE_KEYS, "num_warps": 4})
+    compiled(score_keys, arch, sizes | own | {"N": plan.tile_keys, "num_warps": 4})

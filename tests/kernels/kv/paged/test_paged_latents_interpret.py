@@ -6,6 +6,7 @@ import pytest
 import torch
 from triton import knobs
 
+from llmpq.kernels.kv.paged import paged_latents
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan, attend_latent_pages
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from reference.paged_twins import paged_attend_reference
@@ -75,6 +76,15 @@ def test_rows_of_any_lengths(mix, heads, dim, value_dim, dtype):
 @pytest.mark.parametrize("sms", [1, 64])
 def test_shares_of_keys(sms):
     got, want, used = run(MIXES["decode"], heads=4, dim=32, value_dim=24, sms=sms)
+    assert error(got[:used], want[:used]) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("mix", ["decode", "chunks"])
+def test_tiles_of_cards_before_ampere(mix, monkeypatch):
+    monkeypatch.setattr(paged_latents, "older_than", lambda *_: True)
+    LatentPlan.of.__func__.cache_clear()
+    got, want, used = run(MIXES[mix], heads=12, dim=72, value_dim=64)
+    LatentPlan.of.__func__.cache_clear()
     assert error(got[:used], want[:used]) < TOLERANCE[torch.float32]
 
 
