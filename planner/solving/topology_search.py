@@ -285,6 +285,7 @@ class TopologySearch:
         rows, kinds = self.prices.rows, len(self.vectors.counts)
         for v in self.even_groups():
             self.prices.price(v, rows)
+            self.offer([(v, rows)])
         if self.best is not None and len(self.best) > 1:
             self._tuned([self._grouped(one) for one in self.best])
         able = [v for v in self.vectors.vectors if any(v[kinds:])]

@@ -14,6 +14,7 @@ from llmpq.devices.joined_devices import members_of
 from llmpq.planner.evaluate.objective import value
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.solving import topology_search
 from llmpq.planner.solving.count_vectors import CountVectors
 from llmpq.planner.solving.device_groups import may_group, with_groups
 from llmpq.planner.solving.methods import SolveOptions
@@ -59,6 +60,19 @@ def test_a_plain_engine_beside_one_that_shares_stages_has_its_own_value(seed: in
     assert found.value == pytest.approx(max(seconds for seconds, _ in each), rel=1e-9)
     assert found.counted == pytest.approx(best_topology_of_all(p), rel=1e-6)
     assert found.bound <= found.value
+
+
+def test_a_search_that_ends_early_is_no_worse_than_even_shares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One request on four cards: of all engines with groups none is tried, but the even one is."""
+    monkeypatch.setattr(topology_search, "MOST_TRIED", 0)
+    monkeypatch.setattr(topology_search, "MOST_ROUNDS", 0)
+    request = PlanRequest(model="qwen3-8b", devices="3090:4", batch=1, gen_len=32, bits="16")
+    p, _, _ = make_problem(request)
+    found = best_topology(p, SolveOptions(), KnownPipeline())
+    even = found.simple["shared"]
+    assert even is not None and found.value <= even[1]
 
 
 def test_shares_follow_speed_where_all_have_room() -> None:
