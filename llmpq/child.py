@@ -103,6 +103,8 @@ class Child:
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._gone: CallFailed | None = None
         self._stderr: deque[str] = deque(maxlen=_STDERR_LINES)
+        self._thrown = ""
+        """What an exception of C++ that ends the process says; dozens of frames follow it."""
         self._threads = [threading.Thread(target=self._read_answers, daemon=True)]
         if capture_stderr:
             self._threads.append(threading.Thread(target=self._read_stderr, daemon=True))
@@ -196,19 +198,22 @@ class Child:
     def _read_stderr(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            if line.strip():
-                self._stderr.append(line.strip())
+            text = line.strip()
+            if text.startswith("what():"):
+                self._thrown = text
+            elif text:
+                self._stderr.append(text)
 
     def _obituary(self, code: int) -> str:
-        thrown = [line for line in self._stderr if line.startswith("what():")]
-        last = f": {(thrown or self._stderr)[-1][:300]}" if self._stderr else ""
+        last = f": {self._stderr[-1][:300]}" if self._stderr else ""
         if code < 0:
             try:
                 name = signal.Signals(-code).name
             except ValueError:
                 name = f"signal {-code}"
             hint = "; the kernel's out-of-memory killer sends it, too" if name == "SIGKILL" else ""
-            why = last if name == "SIGABRT" else ""  # an exception of C++ that ends a process
+            thrown = f": {self._thrown[:300]}" if self._thrown else last
+            why = thrown if name == "SIGABRT" else ""
             return f"its process died (killed by {name}{hint}){why}"
         return f"its process ended with code {code}{last}"
 

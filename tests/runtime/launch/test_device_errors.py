@@ -135,6 +135,12 @@ def failing(self, message, hidden):
 StageWorker.load, StageRunner.run = noted, failing
 """
 """What every Python begins with: stages that raise an error."""
+ABORTED = (
+    b"terminate called after throwing an instance of 'c10::AcceleratorError'\n"
+    b"  what():  CUDA error: uncorrectable ECC error encountered\nSearch for ...\n\n"
+    b"Exception raised from c10_cuda_check_implementation at ... (most recent call first):\n"
+) + b"frame #1: <unknown function> + 0x129ecc (0x7f9ea8729ecc in /lib/libc.so.6)\n" * 40
+"""What a process writes that ends by an error of CUDA's in a destructor (torch 2.11, H200)."""
 ECC = 'torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\\nSearch for ...")'
 ALWAYS, ONCE = (
     "device == 'CPU-1' and steps == 5",
@@ -176,6 +182,7 @@ def stages_fail(tmp_path, monkeypatch):
         ('RuntimeError("NCCL error in: ...: ncclRemoteError: A call failed")', "connection"),
         ('torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")', "memory"),
         ('IndexError("list index out of range")', "error"),
+        (f"os.write(2, {ABORTED!r}) and os.abort()", "device"),
     ],
 )
 def test_what_happens_once_costs_a_pause(demo_model, plan, expected, stages_fail, error, loss):
