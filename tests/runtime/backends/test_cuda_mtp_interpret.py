@@ -21,7 +21,8 @@ from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.request import Request, StepMessage
+from llmpq.runtime.request import PagedRow, Request, StepKind, StepMessage
+from llmpq.runtime.step import message_of_rows
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
 from reference.interpreted_stage import gpu_pool, take_gpu_path
@@ -121,3 +122,13 @@ def test_drafts_of_the_head_change_no_token(
     monkeypatch.setattr(MtpRoundGraphs, "run", noted)
     assert run(stages) == wanted
     assert max(rounds) > 1, "drafts behind drafts, in one step"
+
+    last, asked = stages.computes[-1], []
+    last.leave_on_device(tokens=True)
+    monkeypatch.setattr(CudaMtpDrafts, "draft", lambda _, step, *__: asked.append(step.kind))
+    row = PagedRow(slot=0, new_blocks=(0,))
+    for kind, count in ((StepKind.DECODE, 1), (StepKind.PREFILL, 3)):
+        step = message_of_rows(kind, [0], [0], [count], tokens=[3] * count, rows=[row])
+        hidden = None if not splits else torch.ones(1, count, spec.hidden)
+        assert last.run(step, hidden).shape == (1, 1)
+    assert asked == [StepKind.PREFILL], "a row that decodes is none of the head's"
