@@ -24,6 +24,12 @@ def us_beside(row: Row) -> str:
     return f"{row['value']:.1f} ({others})"
 
 
+def us_beside_all_keys(row: Row) -> str:
+    """Return microseconds, those in front of attention, and those of attention to all keys."""
+    beside = row["baselines"]
+    return f"{row['value']:.0f} ({beside['before attention']:.0f}, {beside['all']:.0f})"
+
+
 def over_cublas_and_tiles(row: Row) -> str:
     """Return how many times as long cuBLAS takes in 16 bits, and the best tiles."""
     beside = row["baselines"]
@@ -158,6 +164,14 @@ KERNEL_TABLES = {
         index=("heads", "batch", "context"),
         column="kv",
         show=us_beside,
+        newest=True,
+    ),
+    "chosen_latents": Pivot(
+        file="latents_gpu.jsonl",
+        bench="chosen_latents",
+        index=("rows",),
+        column="tokens",
+        show=us_beside_all_keys,
         newest=True,
     ),
     "fp8_products": Pivot(
