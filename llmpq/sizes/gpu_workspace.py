@@ -220,8 +220,8 @@ def _chosen_bytes(spec: ModelSpec, shape: _Shape) -> int:
     """Return what attention to keys that an indexer chooses holds beside x and its entries.
 
     Queries of both, an indexer's twice as they are rotated, and the sums; then of some tokens at a
-    time every key's score, the best ones and their positions (once more while they are sorted), and
-    float32 sums, of which few rows leave several parts.
+    time every key's score, the best ones and their positions, and float32 sums, of which few rows
+    leave several parts.
     """
     latent, form = spec.latent, spec.indexer
     if latent is None or form is None or shape.longest <= form.topk:
@@ -231,7 +231,7 @@ def _chosen_bytes(spec: ModelSpec, shape: _Shape) -> int:
     tokens = min(shape.tokens, chosen_at_once(keys, sums))
     made = spec.heads * latent.dim + 2 * form.heads * form.dim + sums
     parts = max(tokens * sums, PART_ELEMENTS)
-    return shape.unit * made + tokens * (4 * keys + 2 * 12 * form.topk) + 4 * parts
+    return shape.unit * made + tokens * (4 * keys + 12 * form.topk) + 4 * parts
 
 
 def chosen_at_once(keys: int, sums: int) -> int:

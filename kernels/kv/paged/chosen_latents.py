@@ -3,7 +3,7 @@
     pool [blocks, 1, PAGE, ENTRY]    a token's latent, D channels; behind it the indexer's key, C
     score_keys    scores [T, W] = sum over heads of w relu(q k): program = a token's heads, N keys;
                   keys that a token does not see, and padding, get -inf
-    torch.topk    the positions of each token's best K, best first
+    torch.topk    the positions of each token's best K, where it sees more, in any order
     attend_rows   every token is a row of its own, which reads those (paged_latents.py)
 
 Lengths, tables and the choice stay on the device: a captured step serves any mix. Tokens go in
@@ -116,7 +116,7 @@ def attend_chosen_latents(
             PAGE=BLOCK_TOKENS,
             num_warps=4,
         )
-        choice_RK = scores_RW[:rows].topk(num_chosen, dim=-1).indices
+        choice_RK = scores_RW[:rows].topk(num_chosen, dim=-1, sorted=False).indices
         step = (q_THD, pool, own_4T, table_SM, out, parts, plan)
         attend_rows(*step, scale=scale, num_rows=rows, choice_RK=choice_RK)
     return out

@@ -51,14 +51,14 @@ product lie in shared memory in float32, 64 KiB on Turing. 512 channels take 50 
 
 @triton.jit
 def _attended(
-    q, q_rest, pool, own_table, choice, position, first, end, scale,
+    q, q_rest, pool, own_table, choice, listed, position, first, end, scale,
     D: tl.constexpr, ENTRY: tl.constexpr, V: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     R: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, CHOSEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """The softmax of some query rows over keys first..end-1; first is a multiple of N.
 
-    CHOSEN: those are places in `choice`, where the keys' positions are.
+    CHOSEN: those are places in `choice`, where the keys' positions are, if they are `listed` there.
     """
     d = tl.arange(0, MAIN)
     e = MAIN + tl.arange(0, REST if REST > 0 else 16)
@@ -70,7 +70,7 @@ def _attended(
         t = t0 + tl.arange(0, N)
         live = t < end
         if CHOSEN:
-            t = tl.load(choice + t, mask=live, other=0).to(tl.int32)
+            t = tl.where(listed, tl.load(choice + t, mask=live & listed, other=0).to(tl.int32), t)
             block = tl.load(own_table + t // PAGE, mask=live, other=0).to(tl.int64)
         else:
             block = tl.load(own_table + t0 // PAGE).to(tl.int64)
@@ -140,7 +140,7 @@ def decode_latents(
 ):  # fmt: skip
     """One share of the keys of a row of one token, for HEADS query heads.
 
-    CHOSEN: of the keys in the row's part of `choice` [R, num_chosen], those that it sees first.
+    CHOSEN: of the keys in the row's part of `choice` [R, num_chosen], all where it sees no more.
     """
     split = tl.program_id(0)
     row = tl.program_id(2)
@@ -154,13 +154,14 @@ def decode_latents(
         used = (r < HEADS) & (head < H)
         q, q_rest = _queries(q_ptr, place * H + head, used, D, MAIN, REST)
         end = start + 1
+        listed = end > num_chosen
         if CHOSEN:
             end = tl.minimum(end, num_chosen)
             choice += row.to(tl.int64) * num_chosen
         share = ((end + N - 1) // N + splits - 1) // splits * N
         first = split * share
         out, out_rest, lse = _attended(
-            q, q_rest, pool, table + slot.to(tl.int64) * columns, choice,
+            q, q_rest, pool, table + slot.to(tl.int64) * columns, choice, listed,
             tl.zeros([R], tl.int32) + start, first, tl.minimum(end, first + share), scale,
             D, ENTRY, V, MAIN, REST, R, N, PAGE, CHOSEN, STAGES,
         )  # fmt: skip
@@ -223,8 +224,8 @@ def chunk_latents(
         at = (place + new) * H + head
         q, q_rest = _queries(q_ptr, at, used, D, MAIN, REST)
         out, out_rest, _ = _attended(
-            q, q_rest, pool, table + slot * columns, table, start + tl.minimum(new, count - 1), 0,
-            start + tl.minimum(count, begin + TILE), scale,
+            q, q_rest, pool, table + slot * columns, table, False,
+            start + tl.minimum(new, count - 1), 0, start + tl.minimum(count, begin + TILE), scale,
             D, ENTRY, V, MAIN, REST, R, N, PAGE, False, STAGES,
         )  # fmt: skip
         _store(out_ptr, V, at, used, out, out_rest, V, MAIN, REST)
@@ -415,7 +416,8 @@ def attend_rows(
 ) -> None:
     """Write the sums of the first `num_rows` rows, of those that have one token, and padding.
 
-    `choice_RK`: positions of the keys that a row reads, those that it sees first; None: of all.
+    `choice_RK`: positions of the keys that a row reads, in any order; one that sees no more than K
+    reads all, as all do without it.
     """
     stride, columns = rows_FR.stride(0), table_SM.shape[1]
     decode_latents[(parts.splits, triton.cdiv(plan.heads, plan.program_heads), num_rows)](

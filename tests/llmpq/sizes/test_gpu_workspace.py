@@ -68,7 +68,7 @@ def test_an_indexer_holds_queries_scores_and_its_choice_of_some_tokens() -> None
     found = beside(spec=spec, prompt=tokens, prefill=1, decode=1, longest=longest)
     entry, sums = 576 + 128, 128 * 512
     whole = 2 * tokens * (2 * spec.hidden + entry + 128 * 576 + 2 * 64 * 128 + sums)
-    scores = 128 * (4 * longest + 24 * 2048)
+    scores = 128 * (4 * longest + 12 * 2048)
     assert found == whole + scores + 4 * 128 * sums + 8 * tokens + 2 * spec.vocab
     short = beside(spec=spec, prompt=tokens, prefill=1, decode=1)
     assert short < found - scores, "no request has more keys than it chooses"
