@@ -171,7 +171,10 @@ def test_rounded_inputs_lose_no_more_than_on_one_device(wide_model, random_promp
 
 
 @pytest.mark.thin
-@pytest.mark.parametrize("shares", [[(1, 1)], [(2, 1, 1)], [(3, 2, 1, 1, 1)]])
+@pytest.mark.parametrize(
+    "shares",
+    [pytest.param([(1, 1)], marks=pytest.mark.seldom), [(2, 1, 1)], [(3, 2, 1, 1, 1)]],
+)
 def test_prefixes_chunks_and_preemptions(wide_model, random_prompts, shares):
     """Blocks are found, freed and computed again on every device of a stage alike."""
     trunk, *tails = random_prompts(140, 4, 60, 33)
