@@ -98,7 +98,7 @@ def _engine(*, blocks: int = 100, rows: int = 8) -> EngineModel:
     limits = PoolLimits(
         num_blocks=blocks, max_rows=rows, max_len=4096, step_tokens=4096, decode_rows=rows
     )
-    return EngineModel(limits=limits, stages=(_TenMsAToken(),), first_is_cpu=False)  # type: ignore[arg-type]
+    return EngineModel(limits=limits, stages=(_TenMsAToken(),))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
