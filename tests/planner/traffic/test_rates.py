@@ -87,11 +87,16 @@ def test_a_search_that_is_late_has_the_best_rate_so_far_or_none(
 class _TenMsAToken:
     """A stage that takes 10 ms a token, of a prompt or of an answer."""
 
+    is_cpu = False
+
     def seconds(self, rows: StepRows) -> float:
         return 0.01 * rows.tokens
 
     def hop(self, rows: StepRows) -> tuple[float, float]:
         return 0.0, 0.0
+
+    def host_s(self, rows: StepRows) -> float:
+        return 0.0
 
 
 def _engine(*, blocks: int = 100, rows: int = 8) -> EngineModel:
