@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import pytest
 
@@ -15,6 +14,7 @@ from llmpq.planner.traffic.rates import (
     too_late_alone,
 )
 from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.simulate.step_times import TimedStage
 from llmpq.service_measures import ServiceLimits
 from llmpq.traffic import Arrival
 
@@ -83,27 +83,19 @@ def test_a_search_that_is_late_has_the_best_rate_so_far_or_none(
         assert highest_lasting(lasts, lambda _: True, first=10, most=20)[0] == found
 
 
-@dataclass(frozen=True)
-class _TenMsAToken:
+class _TenMsAToken(TimedStage):
     """A stage that takes 10 ms a token, of a prompt or of an answer."""
-
-    is_cpu = False
 
     def seconds(self, rows: StepRows) -> float:
         return 0.01 * rows.tokens
-
-    def hop(self, rows: StepRows) -> tuple[float, float]:
-        return 0.0, 0.0
-
-    def host_s(self, rows: StepRows) -> float:
-        return 0.0
 
 
 def _engine(*, blocks: int = 100, rows: int = 8) -> EngineModel:
     limits = PoolLimits(
         num_blocks=blocks, max_rows=rows, max_len=4096, step_tokens=4096, decode_rows=rows
     )
-    return EngineModel(limits=limits, stages=(_TenMsAToken(),))  # type: ignore[arg-type]
+    stage = _TenMsAToken(layers=(), embedding=None, head=None, factor=1.0, link=None, row_bytes=0)
+    return EngineModel(limits=limits, stages=(stage,))
 
 
 @pytest.mark.parametrize(
