@@ -25,6 +25,9 @@ STEPS = 4
 DEEP = 16
 """k-groups up to which two warps take gated products of a pair an expert (up of Qwen3-30B-A3B at 8
 rows, H100; at 32, two pairs, neither way was faster)."""
+LEAST = 4
+"""k-groups up to which one warp takes all of K, however few programs there are (down of
+Qwen3-Next-80B-A3B, H200: 4.2 us at one row, by four warps 5.3)."""
 IDLE = 2
 """Programs a multiprocessor that walk over K, below which more and shorter ones are taken."""
 
@@ -52,6 +55,8 @@ def form_of(
     if q.form or q.bits != 4 or not whole or pairs > MOST_EVEN * experts:
         return None
     warps = next((count for count in (4, 2) if groups % count == 0), 0)
+    if not fused and groups <= LEAST:
+        return RowsForm(2, 1, 4, 128)
     if programs < IDLE and warps and groups <= STEPS * warps:
         return RowsForm(1, warps, 4, 168 if fused else 128)
     if fused and pairs <= experts and groups % 2 == 0 and groups <= DEEP:
