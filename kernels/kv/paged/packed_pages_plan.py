@@ -251,7 +251,7 @@ class PackedPlan:
                 "M": self.chunk_rows,
                 "N": CHUNK_KEYS if self.register_channels <= 128 else CHUNK_KEYS // 2,
                 "TILE": self.tile_queries,
-                "STAGES": 2 if self.register_channels <= 128 and not self.fmt.plain_keys else 1,
+                "STAGES": 2 if self.register_channels <= 128 else 1,
                 "num_warps": 8,
             }
             | scores.options

@@ -105,7 +105,7 @@ def test_packed_caches_and_drafts_from_them_in_half_precision(
 def test_keys_and_values_of_different_bits_give_a_cpus_scores(
     models: Any, make_plan: Any, random_prompts: Any, kv: str
 ) -> None:
-    directory = models.directory("llama")
+    directory = models.directory("granite")
     plan = make_plan(directory, kv=kv, batch=2, prompt_len=190, gen_len=NEW, dtype="float16")
     on_gpu, on_cpu = (
         served(
