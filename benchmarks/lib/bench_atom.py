@@ -4,7 +4,7 @@ Llama-3.1-8B's products with 128 outlier channels; cold caches, CUDA graphs, med
 `shape: layer` is the sum of qkv, o, gate_up and down. `with_rounding` starts from 16-bit inputs.
 `--what fused` times norm + channel order + rounding beside the norm alone, and SiLU-mul likewise.
 `--what layer` times a layer's products with what stands before each, from 16-bit inputs: norms and
-the gate that round as they make (where a weight's kernels do), the same by passes of their own, and
+the gate that round as they make, the same by passes of their own, and
 cuBLAS bf16 behind norms and gate; attention is left out, o and down add the residual stream.
 `--what words` times W4A4's product and rounding beside those of the weight-only kernels, which take
 few tokens: on 16-bit values that rounding leaves.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.atom import hopper_inputs
+from llmpq.kernels.atom import hopper_inputs, portable
 from llmpq.kernels.atom.hopper import (
     HopperPlan,
     RoundedTokens,
@@ -34,7 +34,7 @@ from llmpq.kernels.atom.hopper import (
     plan,
     product,
 )
-from llmpq.kernels.atom.portable import GemmPlan, RoundedInput, atom_gemm, round_input
+from llmpq.kernels.atom.portable import GemmPlan, RoundedInput, round_input
 from llmpq.kernels.compile_missing import compiling_missing
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import rms_norm as fused_norm
@@ -116,8 +116,8 @@ def _ways(name: str, key: str, m: int) -> tuple[list[AtomWeight], dict[str, Call
     if not isinstance(one, AtomTiles):
         rounded = round_input(x, one.scheme, index_K=one.index_K)
         return pool, {
-            "product": lambda i: atom_gemm(rounded, pool[i], dtype=x.dtype),
-            "with_rounding": lambda i: atom_gemm(
+            "product": lambda i: portable.product(rounded, pool[i], dtype=x.dtype),
+            "with_rounding": lambda i: portable.product(
                 round_input(x, one.scheme, index_K=one.index_K), pool[i], dtype=x.dtype
             ),
         }
@@ -177,7 +177,7 @@ def _tiled(
 def _channels(
     rounded: RoundedInput, pool: list[AtomWeight], tiles: GemmPlan, dtype: torch.dtype
 ) -> Call:
-    return lambda i: atom_gemm(rounded, pool[i], dtype=dtype, tiles=tiles)
+    return lambda i: portable.product(rounded, pool[i], dtype=dtype, tiles=tiles)
 
 
 def _channel_tiles(m: int) -> Iterator[GemmPlan]:
@@ -228,6 +228,8 @@ def _layers(key: str, rows: list[int], asked: BenchAtom) -> None:
         random_weight(name, k, n, SCHEMES[key], dtype, device).packed()
         for name, (k, n) in LAYER.items()
     ]
+    if not SCHEMES[key].outliers:  # as checkpoints have them: sorted channels are outliers' affair
+        made = [replace(one, index_K=None) for one in made]
     pool = [[_copy(one) for one in made] for _ in range(copies_for(sum(w.nbytes for w in made)))]
     dense = [
         [DenseWeight(torch.randn(n, k, device=device, dtype=dtype)) for k, n in LAYER.values()]
@@ -254,13 +256,16 @@ def _layers(key: str, rows: list[int], asked: BenchAtom) -> None:
 
 def _as_made(pool: Sequence[Sequence[AtomWeight]], x: Tensor, norm_K: Tensor, i: int) -> Tensor:
     """Run a layer's products, each on inputs that what stands before rounds."""
-    qkv, o, gate_up, down = map(_tiles, pool[i])
-    tokens = norm_input(x, qkv, norm="rms", weight_K=norm_K, eps=1e-5)
-    attended = product(tokens, qkv, dtype=x.dtype)[:, : o.in_features].contiguous()
-    y = product(any_input(attended, o), o, dtype=x.dtype, residual_MN=x)
-    tokens = norm_input(y, gate_up, norm="rms", weight_K=norm_K, eps=1e-5)
-    tokens = activation_input(product(tokens, gate_up, dtype=x.dtype), down, "silu")
-    return product(tokens, down, dtype=x.dtype, residual_MN=y, into_residual=True)
+    qkv, o, gate_up, down = pool[i]
+    dtype, norm = x.dtype, {"norm": "rms", "weight_K": norm_K, "eps": 1e-5}
+    made = qkv.kernels.product(qkv.kernels.norm_input(x, qkv, **norm), qkv, dtype=dtype)
+    attended = made[:, : o.in_features].contiguous()
+    y = o.kernels.product(o.kernels.any_input(attended, o), o, dtype=dtype, residual_MN=x)
+    tokens = gate_up.kernels.norm_input(y, gate_up, **norm)
+    wide = gate_up.kernels.product(tokens, gate_up, dtype=dtype)
+    tokens = down.kernels.activation_input(wide, down, "silu")
+    out: Tensor = down.kernels.product(tokens, down, dtype=dtype, residual_MN=y, into_residual=True)
+    return out
 
 
 def _by_themselves(pool: Sequence[Sequence[Weight]], x: Tensor, norm_K: Tensor, i: int) -> Tensor:

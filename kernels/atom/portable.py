@@ -1,10 +1,9 @@
-"""Rounded activations, and the integer product that takes them.
+"""W4A4 and W8A8 on any GPU with int8 tensor cores: inputs are rounded where they are made
+(portable_inputs.py), `product` multiplies.
 
-    round_input  channel order, rounding           -> RoundedInput
-    atom_gemm    RoundedInput times AtomWeight     -> y [M, N]
-
-`plan` decides tiles from shapes alone; the kernels are in portable_kernels.py, their twins in
-reference.py. Weights with 8-bit outliers, INT4 groups of 64 or 128, or INT8 per channel.
+`plan` and `channel_plan` decide tiles from shapes alone; the kernels are in portable_kernels.py,
+their twins in reference.py. Weights with 8-bit outliers, INT4 groups of 64 or 128, or INT8 per
+channel.
 """
 
 from __future__ import annotations
@@ -16,25 +15,32 @@ import torch
 import triton
 from torch import Tensor
 
-from llmpq.kernels.atom.portable_kernels import (
-    atom_gemm_kernel,
-    channel_gemm_kernel,
-    round_input_kernel,
+from llmpq.kernels.atom.portable_inputs import (
+    RoundedInput,
+    Shape,
+    activation_input,
+    any_input,
+    norm_input,
+    round_input,
 )
-from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.atom.portable_kernels import atom_gemm_kernel, channel_gemm_kernel
 from llmpq.kernels.formats.weight_layout import GROUP
-from llmpq.precision import padded_k
+from llmpq.kernels.overlap import overlaps
 
 if TYPE_CHECKING:
     from llmpq.kernels.weights.atom_weight import AtomWeight
 
-
-@dataclass(frozen=True, kw_only=True)
-class RoundedInput:
-    """Codes int8 [M, Kp + Op] (Op = 128 with outliers, else 0), scales float32 [M, G + 1]."""
-
-    codes: Tensor
-    scales: Tensor
+__all__ = [
+    "GemmPlan",
+    "RoundedInput",
+    "activation_input",
+    "any_input",
+    "channel_plan",
+    "norm_input",
+    "plan",
+    "product",
+    "round_input",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,33 +70,6 @@ enough of w on its way."""
 WIDE = 8192
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """How K of a scheme falls into groups."""
-
-    normal: int
-    padded: int
-    groups: int
-    group: int
-
-    @classmethod
-    def of(cls, scheme: AtomScheme, in_features: int) -> Shape:
-        """Return the shape, or say why no kernel fits."""
-        if scheme.number != "int" or scheme.outlier_bits != 8 or scheme.outliers > GROUP:
-            raise ValueError(
-                f"no Atom kernel for {scheme}; expected integers and at most {GROUP} outliers in "
-                "8 bits. Use atom_linear_reference"
-            )
-        normal = scheme.normal_features(in_features)
-        padded = padded_k(normal)
-        if scheme.group_size not in (None, 64, 128):
-            raise ValueError(
-                f"no Atom kernel for groups of {scheme.group_size}; expected 64, 128 or per channel"
-            )
-        group = scheme.group_size or padded
-        return cls(normal=normal, padded=padded, groups=padded // group, group=group)
-
-
 def plan(rows: int, out_features: int) -> GemmPlan:
     """Return tiles: w's rows fill the tensor core's long side, tokens the other."""
     if rows <= 16:
@@ -113,60 +92,43 @@ def channel_plan(rows: int, out_features: int) -> GemmPlan:
     return GemmPlan(block_m=128, block_n=128, warps=4, stages=3)
 
 
-def round_input(x_MK: Tensor, scheme: AtomScheme, *, index_K: Tensor | None = None) -> RoundedInput:
-    """Put a token's channels in order and round them, in one pass."""
-    if scheme.rotation:
-        raise ValueError("round_input does not rotate; only the input of `down` is rotated")
-    m, k = x_MK.shape
-    shape = Shape.of(scheme, k)
-    rounded = _empty(x_MK, m, shape, scheme)
-    round_input_kernel[(m,)](
-        x_MK,
-        x_MK if index_K is None else index_K,
-        rounded.codes,
-        rounded.scales,
-        shape.normal,
-        scheme.outliers,
-        x_MK.stride(0),
-        GROUPS=shape.groups,
-        BLOCK_G=triton.next_power_of_2(shape.groups),
-        GROUP=shape.group,
-        BLOCK_GROUP=triton.next_power_of_2(shape.group),
-        BITS=scheme.activation_bits,
-        SIGNED=scheme.signed_scale,
-        CLIP=scheme.activation_clip,
-        HAS_INDEX=index_K is not None,
-        COMPRESSED=scheme.activation_rule == "compressed",
-        num_warps=4 if k <= 4096 else 8,
-    )
-    return rounded
-
-
-def atom_gemm(
+def product(
     rounded: RoundedInput,
     weight: AtomWeight,
     *,
     dtype: torch.dtype,
     bias: Tensor | None = None,
+    residual_MN: Tensor | None = None,
+    into_residual: bool = False,
     tiles: GemmPlan | None = None,
 ) -> Tensor:
-    """Return y [M, N] in `dtype`, exact integer products scaled in float32."""
+    """Return y [M, N] in `dtype`, exact integer products scaled in float32 (+ bias) (+ residual).
+
+    `into_residual`: in the residual's place.
+    """
     m = rounded.codes.shape[0]
     scheme = weight.scheme
-    shape = Shape.of(scheme, weight.in_features)
+    shape = Shape.of(scheme, weight.places)
     expected = shape.padded + (GROUP if scheme.outliers else 0)
     scales = shape.groups + 1
     if rounded.codes.shape[1] != expected or rounded.scales.shape != (m, scales):
         raise ValueError(
-            f"atom_gemm: got codes {tuple(rounded.codes.shape)} and scales "
+            f"product: got codes {tuple(rounded.codes.shape)} and scales "
             f"{tuple(rounded.scales.shape)}, expected {expected} columns and "
             f"{scales} scales. Round the input with the weight's own scheme."
         )
-    y = torch.empty(m, weight.out_features, dtype=dtype, device=rounded.codes.device)
+    here = rounded.codes.device
+    y = (
+        residual_MN
+        if into_residual
+        else torch.empty(m, weight.out_features, dtype=dtype, device=here)
+    )
+    assert y is not None, "into_residual needs a residual"
+    pdl = overlaps(here)
     whole_rows = scheme.group_size is None and not scheme.outliers
     if whole_rows and weight.codes.ndim == 2:  # bytes; 4 bits come packed in blocks
         chosen = tiles or channel_plan(m, weight.out_features)
-        _launch_channels(rounded, weight, bias, y, chosen)
+        _launch_channels(rounded, weight, bias, residual_MN, y, chosen)
         return y
     tiles = tiles or plan(m, weight.out_features)
     n_tiles = triton.cdiv(weight.out_features, tiles.block_n)
@@ -178,6 +140,7 @@ def atom_gemm(
         weight.outliers,
         weight.scale if weight.outlier_scale is None else weight.outlier_scale,
         weight.scale if bias is None else bias,
+        y if residual_MN is None else residual_MN,
         y,
         m,
         weight.out_features,
@@ -188,27 +151,27 @@ def atom_gemm(
         BITS=4 if weight.codes.ndim == 3 else 8,
         HAS_OUTLIERS=scheme.outliers > 0,
         HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual_MN is not None,
+        PDL=pdl,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         GROUP_N=tiles.group_n,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        launch_pdl=pdl,
     )
     return y
 
 
-def _empty(x: Tensor, rows: int, shape: Shape, scheme: AtomScheme) -> RoundedInput:
-    width = shape.padded + (GROUP if scheme.outliers else 0)
-    return RoundedInput(
-        codes=torch.empty(rows, width, dtype=torch.int8, device=x.device),
-        scales=torch.empty(rows, shape.groups + 1, dtype=torch.float32, device=x.device),
-    )
-
-
 def _launch_channels(
-    rounded: RoundedInput, weight: AtomWeight, bias: Tensor | None, y: Tensor, tiles: GemmPlan
+    rounded: RoundedInput,
+    weight: AtomWeight,
+    bias: Tensor | None,
+    residual_MN: Tensor | None,
+    y: Tensor,
+    tiles: GemmPlan,
 ) -> None:
-    (m, n), width = y.shape, rounded.codes.shape[1]
+    (m, n), width, pdl = y.shape, rounded.codes.shape[1], overlaps(y.device)
     grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n),)
     channel_gemm_kernel[grid](
         rounded.codes,
@@ -216,15 +179,19 @@ def _launch_channels(
         weight.codes,
         weight.scale,
         y if bias is None else bias,
+        y if residual_MN is None else residual_MN,
         y,
         m,
         n,
         width,
         K=width,
         HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual_MN is not None,
+        PDL=pdl,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         GROUP_M=8,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        launch_pdl=pdl,
     )

@@ -1,4 +1,4 @@
-"""Triton bodies of Atom: round activations where they are made, multiply integers by groups.
+"""Triton bodies of Atom: integer products by groups, of inputs that input_kernels.py rounds.
 
 A rounded input is one int8 matrix [M, Kp + Op]: normal channels padded to groups of 128, then the
 outliers padded to 128; its scales are float32 [M, G + 1], the outliers' last. So the outliers are
@@ -25,110 +25,23 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def _nearest(x):
-    """Round half to even: adding 1.5 * 2^23 leaves no bits below one."""
-    return (x + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def _codes(y, BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr):
-    """Atom's codes [R, G, 128 or 64] and scales [R, G] of y, whose last axis is a group.
-
-    SIGNED: scales have the sign that gives the largest value the code -half, which symmetric
-    grids leave unused. CLIP: the share of the largest value that the grid reaches.
-    """
-    half: tl.constexpr = 2 ** (BITS - 1)
-    high = tl.max(y, axis=2)
-    low = tl.min(y, axis=2)
-    if SIGNED:
-        scale = tl.where(high >= -low, high, low) * (CLIP / -half)
-    else:
-        scale = tl.maximum(high, -low) * (CLIP / (half - 1))
-    tiny: tl.constexpr = 1.1754943508222875e-38
-    scale = tl.where(tl.abs(scale) < tiny, tiny, scale)
-    q = _nearest(tl.div_rn(y, tl.broadcast_to(scale[:, :, None], y.shape)))
-    return tl.minimum(tl.maximum(q, -half), half - 1), scale
-
-
-@triton.jit
-def _compressed(y, DT: tl.constexpr):
-    """int8 codes and scale of the rows y [R, G, K] as compressed-tensors defines them for DT."""
-    scale = tl.maximum(tl.max(y, axis=2), -tl.min(y, axis=2))
-    scale = tl.div_rn(scale, scale * 0.0 + 127.5).to(DT).to(tl.float32)
-    eps: tl.constexpr = (
-        0.0009765625 if tl.float16 == DT else 0.0078125 if tl.bfloat16 == DT else 2.0**-23
-    )
-    scale = tl.where(scale == 0.0, eps, scale)
-    q = tl.div_rn(y, tl.broadcast_to(scale[:, :, None], y.shape)).to(DT).to(tl.float32)
-    return tl.minimum(tl.maximum(_nearest(q), -128.0), 127.0), scale
-
-
-@triton.jit
-def round_input_kernel(
-    X,
-    INDEX,
-    CODES,
-    SCALES,
-    normal,
-    outliers,
-    x_stride,
-    GROUPS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_GROUP: tl.constexpr,
-    BITS: tl.constexpr,
-    SIGNED: tl.constexpr,
-    CLIP: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    COMPRESSED: tl.constexpr,
-):
-    """Round a token's channels in the order of INDEX: normal ones by groups, then the outliers."""
-    row = tl.program_id(0).to(tl.int64)
-    x_row = X + row * x_stride
-    # normal channels, all groups of the row at once
-    within = tl.arange(0, BLOCK_GROUP)[None, :]
-    place = tl.arange(0, BLOCK_G)[:, None] * GROUP + within
-    live = (place < normal) & (within < GROUP)
-    y = _ordered(x_row, INDEX, place, live, HAS_INDEX)
-    if COMPRESSED:
-        DT: tl.constexpr = X.dtype.element_ty
-        q, scale = _compressed(y.to(DT).to(tl.float32)[None], DT)
-    else:
-        q, scale = _codes(y[None], BITS, SIGNED, CLIP)
-    width = GROUPS * GROUP
-    code_row = CODES + row * (width + (outliers > 0) * 128)
-    scale_row = SCALES + row * (GROUPS + 1)
-    groups = tl.arange(0, BLOCK_G)
-    inside = ((place < width) & (within < GROUP))[None]
-    tl.store(code_row + place[None], q.to(tl.int8), mask=inside)
-    tl.store(scale_row + groups[None], scale, mask=groups[None] < GROUPS)
-
-    # outliers: 8 bits, one scale
-    if outliers > 0:
-        slot = tl.arange(0, 128)[None, :]
-        kept = _ordered(x_row, INDEX, normal + slot, slot < outliers, HAS_INDEX)
-        kept_q, kept_scale = _codes(kept[None], 8, False, 1.0)
-        tl.store(code_row + width + slot[None], kept_q.to(tl.int8))
-        tl.store(scale_row + GROUPS + tl.zeros((1, 1), tl.int32), kept_scale)
-
-
-@triton.jit
-def _ordered(x_row, INDEX, place, live, HAS_INDEX: tl.constexpr):
-    """A token's channels at places of the order of INDEX in float32, zero where not live."""
-    channel = place
-    if HAS_INDEX:
-        channel = tl.load(INDEX + place, mask=live, other=0)
-    y = tl.load(x_row + channel, mask=live, other=0.0).to(tl.float32)
-    return tl.where(live, y, 0.0)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def _scales(sw_at, sa_at):
     """Scales of w times scales of the inputs, [N, M]: the factor of a tile's integer sums."""
     return tl.load(sw_at).to(tl.float32)[:, None] * tl.load(sa_at)[None, :]
+
+
+@triton.jit
+def _store_sum(y, Y, RESIDUAL, at, live, HAS_RESIDUAL: tl.constexpr):
+    """Store y in Y's dtype, the residual added as by a pass of its own: it is rounded twice."""
+    y = y.to(Y.dtype.element_ty)
+    if HAS_RESIDUAL:
+        more = tl.load(RESIDUAL + at, mask=live, other=0.0)
+        y = (y.to(tl.float32) + more.to(tl.float32)).to(Y.dtype.element_ty)
+    tl.store(Y + at, y, mask=live)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -140,6 +53,7 @@ def atom_gemm_kernel(
     WO,
     SO,
     BIAS,
+    RESIDUAL,
     Y,
     M,
     N,
@@ -150,6 +64,8 @@ def atom_gemm_kernel(
     BITS: tl.constexpr,
     HAS_OUTLIERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_N: tl.constexpr,
@@ -169,6 +85,9 @@ def atom_gemm_kernel(
     a_width = BLOCKS * 128 + HAS_OUTLIERS * 128
     a_at = A + m_row[None, :] * a_width + j[:, None]
     sa_row = SA + m_row * (GROUPS + 1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
     zero = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
@@ -212,8 +131,9 @@ def atom_gemm_kernel(
         acc += part.to(tl.float32) * _scales(SO + n_row, sa_row + GROUPS)
     if HAS_BIAS:
         acc += tl.load(BIAS + n_row).to(tl.float32)[:, None]
-    y_at = Y + m_row[None, :] * N + n[:, None]
-    tl.store(y_at, acc.to(Y.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+    at = m_row[None, :] * N + n[:, None]
+    live = (n < N)[:, None] & (m < M)[None, :]
+    _store_sum(acc, Y, RESIDUAL, at, live, HAS_RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -223,12 +143,15 @@ def channel_gemm_kernel(
     W,
     SW,
     BIAS,
+    RESIDUAL,
     Y,
     M,
     N,
     a_width,
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -245,6 +168,9 @@ def channel_gemm_kernel(
     k = tl.arange(0, 128)
     a_at = A + m_row[:, None] * a_width + k[None, :]
     w_at = W + n_row[None, :] * K + k[:, None]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for _ in range(K // 128):
         acc = tl.dot(tl.load(a_at), tl.load(w_at), acc, out_dtype=tl.int32)
@@ -256,5 +182,6 @@ def channel_gemm_kernel(
     y = acc.to(tl.float32) * sa[:, None] * sw[None, :]
     if HAS_BIAS:
         y += tl.load(BIAS + n_row).to(tl.float32)[None, :]
-    y_at = Y + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(y_at, y.to(Y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    live = (m < M)[:, None] & (n < N)[None, :]
+    _store_sum(y, Y, RESIDUAL, at, live, HAS_RESIDUAL)

@@ -43,8 +43,11 @@ Bytes a weight: 1/2 + 2/128 (scale; integer ones 1/128 more), and 3 * 66 a row f
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import ModuleType
 from typing import Any, Self
 
 import torch
@@ -55,8 +58,6 @@ from llmpq.kernels.atom.reference import atom_linear_reference
 from llmpq.kernels.formats import weight_layout as formats
 from llmpq.kernels.formats.atom_rounding import (
     Codes,
-    integer_scales,
-    normal_channels,
     restore,
     round_weight,
     stored_integers,
@@ -131,6 +132,17 @@ class AtomWeight(Weight):
         return KernelForm.ATOM if has_kernel(self.scheme) else KernelForm.ATOM_OTHER
 
     @property
+    def takes_rounded_tokens(self) -> bool:
+        """Whether `kernels` round its inputs as they are made: on a GPU that has integer ones."""
+        return self.device.type == "cuda" and self.kernel_form is KernelForm.ATOM
+
+    @property
+    def kernels(self) -> ModuleType:
+        """What rounds its inputs where they are made and multiplies them: `norm_input`,
+        `activation_input`, `any_input` and `product`."""
+        return _module("llmpq.kernels.atom.portable")
+
+    @property
     def is_channel_int8(self) -> bool:
         """Whether compressed-tensors can express it: w8a8, one scale per row and per token."""
         scheme = self.scheme
@@ -153,9 +165,8 @@ class AtomWeight(Weight):
         """Multiply by the kernel that kernel_table.py names; on CPUs by the reference, which
         dequantises the rounded inputs and weights and multiplies those."""
         if x_MK.is_cuda and self.kernel_form is KernelForm.ATOM:
-            y_MN = integer_linear(x_MK, self, bias)
-        else:
-            y_MN = atom_linear_reference(x_MK, self, bias)
+            return integer_linear(x_MK, self, bias, residual_MN, into_residual=into_residual)
+        y_MN = atom_linear_reference(x_MK, self, bias)
         return y_MN if residual_MN is None else y_MN.add_(residual_MN)
 
     def packed(self) -> AtomWeight:
@@ -308,6 +319,12 @@ class AtomWeight(Weight):
         return self.map_tensors(lambda tensor: tensor.to(device))
 
 
+@functools.cache
+def _module(name: str) -> ModuleType:
+    """Import what needs Triton, or Gluon, only where a weight multiplies by it."""
+    return importlib.import_module(name)
+
+
 def atom_weight(codes: Codes, scheme: AtomScheme, index_K: Tensor | None = None) -> AtomWeight:
     """Pack rounded rows; `index_K` is the order their channels were put in."""
     packed = codes.codes
@@ -409,8 +426,13 @@ class AtomTiles(AtomWeight):
 
     @property
     def takes_rounded_tokens(self) -> bool:
-        """Whether Hopper's kernels round its inputs as they make them: they do."""
+        """Whether `kernels` round its inputs as they are made: they do."""
         return True
+
+    @property
+    def kernels(self) -> ModuleType:
+        """As of `AtomWeight`, by Hopper's."""
+        return _module("llmpq.kernels.atom.hopper")
 
     def packed(self) -> AtomTiles:
         """Return the weight itself, which is in Hopper's form."""
@@ -577,27 +599,25 @@ def has_kernel(scheme: AtomScheme) -> bool:
     return bits == (4, 4) and scheme.group_size in (64, 128, None) or bits == (8, 8)
 
 
-def integer_linear(x_MK: Tensor, weight: AtomWeight, bias: Tensor | None = None) -> Tensor:
-    """Return y [M, N] by the Triton kernels."""
-    from llmpq.kernels.atom.portable import atom_gemm, round_input
+def integer_linear(
+    x_MK: Tensor,
+    weight: AtomWeight,
+    bias: Tensor | None = None,
+    residual_MN: Tensor | None = None,
+    *,
+    into_residual: bool = False,
+) -> Tensor:
+    """Return y [M, N] by the Triton kernels, plus the residual, in its place if so asked."""
+    from llmpq.kernels.atom.portable import any_input, product
 
-    scheme = weight.scheme
-    if scheme.rotation or weight.places > weight.in_features:
-        x_MK, weight = weight.in_order(x_MK)
-    if scheme.rotation:
-        x_MK, scheme = rotated_channels(x_MK, scheme), replace(scheme, rotation=False)
-    rounded = round_input(x_MK.contiguous(), scheme, index_K=weight.index_K)
-    if scheme.takes_integers(x_MK.shape[0]):
-        steps, unit = integer_scales(rounded.scales[:, :-1])
-        scales = torch.cat((steps * unit, rounded.scales[:, -1:]), dim=1)
-        rounded = replace(rounded, scales=scales)
-    return atom_gemm(rounded, weight, dtype=x_MK.dtype, bias=bias)
-
-
-def rotated_channels(x_MK: Tensor, scheme: AtomScheme) -> Tensor:
-    """Return ordered channels, the normal ones padded and rotated, the outliers behind them."""
-    outliers_MO = x_MK[:, scheme.normal_features(x_MK.shape[1]) :]
-    return torch.cat((normal_channels(x_MK, scheme).to(x_MK.dtype), outliers_MO), dim=1)
+    return product(
+        any_input(x_MK, weight),
+        weight,
+        dtype=x_MK.dtype,
+        bias=bias,
+        residual_MN=residual_MN,
+        into_residual=into_residual,
+    )
 
 
 @torch.library.custom_op("llmpq::rounded_linear", mutates_args=())

@@ -113,7 +113,7 @@ class Weight(ABC):
 
     @property
     def takes_rounded_tokens(self) -> bool:
-        """Whether Hopper's kernels round its inputs as they make them (atom/hopper.py)."""
+        """Whether GPU kernels round its inputs where they are made (`AtomWeight.kernels`)."""
         return False
 
     @property

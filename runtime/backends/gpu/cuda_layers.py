@@ -315,10 +315,6 @@ def _known_parts(
         raise ValueError(
             "attention and MLP side by side have norms behind or factors, which no GPU runs"
         )
-    rounded = cuda_atom_layers.rounds_inputs(layer)
-    alone = layer.attn_norm.centred and layer.attn_norm.bias is None
-    if rounded and (not layer.adds_plainly or layer.parallel_norms or alone):
-        raise ValueError("a layer of rounded activations has norms that no GPU kernel computes yet")
     return part, mlp
 
 

@@ -57,8 +57,12 @@ def added_behind(
 
 def is_rms(part: Norm) -> bool:
     """Whether a norm is an RMSNorm of rows that a program's registers hold."""
-    narrow = 0 < part.weight.numel() <= fused_norm.MAX_COLUMNS
-    return narrow and not part.centred and not isinstance(part, NoNorm)
+    return is_whole(part) and not part.centred
+
+
+def is_whole(part: Norm) -> bool:
+    """Whether a norm is one of rows that a program's registers hold."""
+    return 0 < part.weight.numel() <= fused_norm.MAX_COLUMNS and not isinstance(part, NoNorm)
 
 
 def norm_heads(part: Attention, qkv_BQND: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
+from llmpq.kernels.atom.input_kernels import round_input_kernel
 from llmpq.kernels.atom.portable import FEW_TILES, WIDE, GemmPlan, channel_plan
-from llmpq.kernels.atom.portable_kernels import (
-    atom_gemm_kernel,
-    channel_gemm_kernel,
-    round_input_kernel,
-)
+from llmpq.kernels.atom.portable_kernels import atom_gemm_kernel, channel_gemm_kernel
 from reference.cubin import ARCHITECTURES, SHARED_LIMIT, Compiled, compile_kernel
 
 pytestmark = pytest.mark.compile
@@ -21,8 +18,9 @@ ROUNDING = {"BITS": 4, "SIGNED": True, "CLIP": 0.95}
 TYPES = {
     **dict.fromkeys(("A", "WO", "CODES"), "*i8"),
     **dict.fromkeys(("SA", "SCALES", "HADAMARD"), "*fp32"),
-    **dict.fromkeys(("SW", "SO", "BIAS", "Y", "X", "WEIGHT"), "*bf16"),
-    **dict.fromkeys(("M", "N", "K", "F", "normal", "outliers", "x_stride", "a_width"), "i32"),
+    **dict.fromkeys(("SW", "SO", "BIAS", "RESIDUAL", "Y", "X", "WEIGHT"), "*bf16"),
+    **dict.fromkeys(("M", "N", "K", "columns", "normal", "outliers", "x_stride", "a_width"), "i32"),
+    "eps": "fp32",
     "INDEX": "*i32",
 }
 
@@ -32,7 +30,9 @@ def compiled(kernel: Any, arch: int, constants: dict[str, Any], w: str, **option
     arguments = {name: types[name] for name in kernel.arg_names if name in types}
     aligned = tuple(n for n, t in arguments.items() if t.startswith("*"))
     aligned += tuple(
-        n for n in ("N", "K", "F", "x_stride", "outliers", "a_width") if n in arguments
+        n
+        for n in ("N", "K", "columns", "normal", "x_stride", "outliers", "a_width")
+        if n in arguments
     )
     made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
@@ -55,6 +55,8 @@ def test_product_compiles_to_tensor_cores(
             "BITS": bits,
             "HAS_OUTLIERS": bits == 4,
             "HAS_BIAS": False,
+            "HAS_RESIDUAL": True,
+            "PDL": arch >= 90,
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
             "GROUP_N": 8,
@@ -77,6 +79,8 @@ def test_every_tile_of_w8a8_fits_every_architecture(
         constants = {
             "K": 4096,
             "HAS_BIAS": True,
+            "HAS_RESIDUAL": True,
+            "PDL": arch >= 90,
             "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n,
             "GROUP_M": 8,
@@ -88,15 +92,23 @@ def test_every_tile_of_w8a8_fits_every_architecture(
 
 @pytest.mark.thin
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("making", ["none", "rms", "silu", "relu"])
 @pytest.mark.parametrize("compressed", [True, False])
-def test_rounding_compiles(arch: int, compressed: bool) -> None:
+def test_rounding_compiles(arch: int, making: str, compressed: bool) -> None:
+    """Rows of 14,336 channels of W8A8, which no thread spills; groups of W4A4 in an order."""
+    groups, group = (1, 14336) if compressed else (31, 128)
     constants = {
         **ROUNDING,
         "COMPRESSED": compressed,
-        "GROUPS": 31,
-        "BLOCK_G": 32,
-        "GROUP": 128,
-        "BLOCK_GROUP": 128,
-        "HAS_INDEX": True,
+        "MAKING": making,
+        "GROUPS": groups,
+        "BLOCK_G": 1 if compressed else 32,
+        "GROUP": group,
+        "BLOCK_GROUP": 16384 if compressed else 128,
+        "BLOCK": 16384 if compressed else 4096,
+        "HAS_INDEX": not compressed,
+        "PDL": arch >= 90,
     }
-    compiled(round_input_kernel, arch, constants, "*u8", num_warps=4)
+    warps = 16 if making == "rms" and compressed else 8
+    made = compiled(round_input_kernel, arch, constants, "*u8", num_warps=warps)
+    assert "st.local" not in made.machine_code() and "STL" not in made.machine_code()

@@ -7,9 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llmpq.kernels.atom import portable
 from llmpq.kernels.atom.hopper import HopperPlan, norm_input, product
 from llmpq.kernels.atom.reference import atom_linear_reference
-from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
+from llmpq.kernels.fused.gated_mlp import gate_mul
+from llmpq.kernels.fused.layer_norm import layer_norm
+from llmpq.kernels.fused.rms_norm import rms_norm
 from llmpq.kernels.weights.atom_weight import (
     AtomTiles,
     AtomWeight,
@@ -130,6 +134,61 @@ def test_a_compiled_product_of_integer_scales_is_its_twin() -> None:
     assert relative_error(y, atom_linear_reference(x.float(), weight)) < 4e-3
 
 
+@pytest.mark.parametrize("making", ["rms", "layer", "silu"])
+@pytest.mark.parametrize(
+    ("scheme", "k", "dtype"),
+    [
+        (W8A8, 14336, torch.bfloat16),
+        (W8A8, 264, torch.float16),
+        (replace(check_atom.W4A4, group_size=64), 4096, torch.bfloat16),
+    ],
+)
+def test_inputs_rounded_as_they_are_made_are_those_of_two_passes(
+    scheme: AtomScheme, k: int, dtype: torch.dtype, making: str
+) -> None:
+    """Bit for bit, by W8A8's kernels and those of W4A4 that any GPU runs."""
+    torch.manual_seed(0)
+    order = torch.randperm(k, device="cuda") if scheme.outliers and making != "silu" else None
+    weight = quantize_atom(torch.randn(16, k, device="cuda"), scheme, dtype=dtype, index_K=order)
+    weight_K = 1 + torch.randn(k, device="cuda", dtype=dtype) * 0.1
+    bias_K = weight_K - 1
+    for m in (1, 333):
+        x = torch.randn(m, 2 * k if making == "silu" else k, device="cuda", dtype=dtype) * 3
+        if making == "rms":
+            got = portable.norm_input(x, weight, norm="rms", weight_K=weight_K, eps=1e-5)
+            made = rms_norm(x, weight_K, 1e-5)
+        elif making == "layer":
+            given = {"weight_K": weight_K, "bias_K": bias_K, "eps": 1e-5}
+            got = portable.norm_input(x, weight, norm="layer", **given)  # type: ignore[arg-type]
+            made = layer_norm(x, weight_K, bias_K, 1e-5)
+        else:
+            got, made = portable.activation_input(x, weight, "silu"), gate_mul(x)
+        want = portable.any_input(made, weight)
+        used = slice(None) if scheme.outliers else slice(0, -1)
+        off = int((got.codes != want.codes).sum()), int((got.scales != want.scales)[:, used].sum())
+        assert off == (0, 0), f"{making}, {m} rows: codes and scales that differ"
+
+
+@pytest.mark.parametrize("scheme", [W8A8, replace(check_atom.W4A4, group_size=64, outliers=64)])
+@pytest.mark.parametrize(("rows", "q_len"), [(1, 3), (40, 5)])
+def test_a_layer_that_rounds_as_it_makes_is_one_of_separate_passes(
+    scheme: AtomScheme, rows: int, q_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, residual streams included; a fault in a weight shows."""
+    torch.manual_seed(0)
+    spec, parts = _layer(scheme)
+    x = torch.randn(rows, q_len, spec.hidden).to(torch.bfloat16)
+    cuda = torch.device("cuda")
+    fused = _run(spec, parts, x, cuda, packed=False)
+    monkeypatch.setattr(AtomWeight, "takes_rounded_tokens", False)
+    apart = _run(spec, parts, x, cuda, packed=False)
+    assert torch.equal(fused, apart)
+    down = parts["down.weight"]
+    assert isinstance(down, AtomWeight)
+    fault = parts | {"down.weight": replace(down, scale=down.scale.roll(1, dims=0))}
+    assert not torch.equal(fused, _run(spec, fault, x, cuda, packed=False))
+
+
 @pytest.mark.parametrize("activation_bits", [4, 16])
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("q_len", [3, 5])
@@ -175,7 +234,7 @@ def test_a_layer_of_integer_scales_is_its_twin() -> None:
 
 
 def _layer(scheme: AtomScheme) -> tuple[ModelSpec, dict[str, Weight]]:
-    """A small layer with 64 outliers, channel orders and a rotation before `down`."""
+    """A small layer, W4A4 with 64 outliers, channel orders and a rotation before `down`."""
     spec = replace(ModelSpec.by_name("llama-3.1-8b"), num_layers=1, hidden=512, ffn=1024, heads=4)
     spec = replace(spec, kv_heads=2, vocab=64)
     dense = RandomSource(spec).layer(0, torch.float32)
@@ -184,9 +243,11 @@ def _layer(scheme: AtomScheme) -> tuple[ModelSpec, dict[str, Weight]]:
         order = None if name == "down" else torch.randperm(dense[f"{name}.weight"].shape[1])
         parts[f"{name}.weight"] = quantize_atom(
             dense[f"{name}.weight"],
-            replace(scheme, outliers=64, rotation=name == "down"),
+            scheme
+            if scheme.group_size is None
+            else replace(scheme, outliers=64, rotation=name == "down"),
             dtype=torch.bfloat16,
-            index_K=order,
+            index_K=order if scheme.outliers else None,
         )
     return spec, parts
 
@@ -209,12 +270,15 @@ def _run(
     device: torch.device,
     *,
     last_only: bool = False,
+    packed: bool = True,
 ) -> torch.Tensor:
+    """`packed`: weights are to be in Hopper's form."""
     made = LayerTensors(
         tensors=parts, scheme=None, dtype=x.dtype, device=device, norm_eps=spec.norm_eps
     )
     layer = Wiring(spec, device, backend_of(device).layers()).layer(made, 0)
-    assert isinstance(layer.attention.qkv.weight, AtomTiles) == (device.type == "cuda")
+    hopper = packed and device.type == "cuda"
+    assert isinstance(layer.attention.qkv.weight, AtomTiles) == hopper
     rows, q_len, _ = x.shape
     kv = make_kv_cache(
         spec,

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 from triton import knobs
 
-from llmpq.kernels.atom.portable import GemmPlan, RoundedInput, atom_gemm, round_input
+from llmpq.kernels.atom import portable
+from llmpq.kernels.atom.portable import (
+    GemmPlan,
+    RoundedInput,
+    activation_input,
+    norm_input,
+    round_input,
+)
 from llmpq.kernels.atom.reference import atom_linear_reference
 from llmpq.kernels.formats.atom_rounding import round_activations
 from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
+from llmpq.kernels.fused.gated_mlp import gate_mul
+from llmpq.kernels.fused.layer_norm import layer_norm
+from llmpq.kernels.fused.rms_norm import rms_norm
 from llmpq.kernels.weights.atom_weight import AtomWeight, integer_linear, quantize_atom
 from reference.atom_twins import integer_product, rounded_layout
 
@@ -51,6 +63,68 @@ def test_int8_inputs_are_rounded_as_compressed_tensors_does(dtype: torch.dtype) 
     assert torch.equal(got.scales[:, 0], scales[:, 0])
 
 
+@pytest.mark.parametrize(("bits", "dtype"), [(8, "bfloat16"), (11, "float16")])
+def test_a_reciprocal_gives_16_bit_quotients(bits: int, dtype: str) -> None:
+    """Every pair of significands: `_compressed` divides by no number but 1."""
+    every = np.arange(1 << (bits - 1), 1 << bits, dtype=np.float32)
+    y, scale = np.meshgrid(every, every)
+    rounded = getattr(torch, dtype)
+    got = torch.from_numpy(y * (np.float32(1) / scale)).to(rounded)
+    assert torch.equal(got, torch.from_numpy(y / scale).to(rounded))
+
+
+def two_passes(making: str, x: torch.Tensor, weight_K: torch.Tensor) -> torch.Tensor:
+    """What a pass of its own makes of x, for another to round."""
+    if making == "rms":
+        return rms_norm(x, weight_K, 1e-5)
+    if making == "layer":
+        return layer_norm(x, weight_K, weight_K - 1, 1e-5)
+    if making == "relu":
+        return functional.relu(x)
+    return gate_mul(x) if making == "silu" else functional.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("making", ["rms", "layer", "silu", "relu", "gelu"])
+@pytest.mark.parametrize("scheme", [W8A8, PAPER, replace(SIGNED, rotation=True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inputs_rounded_as_they_are_made_are_those_of_two_passes(
+    making: str, scheme: AtomScheme, dtype: torch.dtype
+) -> None:
+    """Bit for bit: what stands before rounds to 16 bits all the same."""
+    k, order = 264, torch.randperm(264, generator=torch.Generator().manual_seed(1)).int()
+    norms = making in ("rms", "layer")
+    if norms:
+        scheme = replace(scheme, rotation=False)
+    index_K = order if scheme.outliers and norms else None
+    weight = quantize_atom(seeded(16, k), scheme, dtype=torch.float16, index_K=index_K)
+    x = (seeded(5, 2 * k if making == "silu" else k) * 3).to(dtype)
+    weight_K = (1 + seeded(k) * 0.1).to(dtype)
+    if norms:
+        bias_K = weight_K - 1 if making == "layer" else None
+        got = norm_input(x, weight, norm=making, weight_K=weight_K, bias_K=bias_K, eps=1e-5)  # type: ignore[arg-type]
+    else:
+        got = activation_input(x, weight, making)  # type: ignore[arg-type]
+    want = portable.any_input(two_passes(making, x, weight_K), weight)
+    used = slice(None) if scheme.outliers else slice(0, -1)
+    assert torch.equal(got.codes, want.codes)
+    assert torch.equal(got.scales[:, used], want.scales[:, used])
+    other = portable.any_input(two_passes(making, x.flip(0), weight_K.flip(0)), weight)
+    assert float((got.codes != other.codes).float().mean()) > 0.1
+
+
+@pytest.mark.parametrize("scheme", [W8A8, PAPER])
+def test_products_add_the_residual_as_a_pass_of_its_own(scheme: AtomScheme) -> None:
+    x, weight = (
+        seeded(17, 300).bfloat16(),
+        quantize_atom(seeded(40, 300), scheme, dtype=torch.bfloat16),
+    )
+    bias, more = seeded(40).bfloat16(), (seeded(17, 40) * 30).bfloat16()
+    want = integer_linear(x, weight, bias) + more
+    assert torch.equal(integer_linear(x, weight, bias, more), want)
+    into = integer_linear(x, weight, bias, more, into_residual=True)
+    assert into.data_ptr() == more.data_ptr() and torch.equal(into, want)
+
+
 @pytest.mark.parametrize("scheme", [PAPER, SIGNED, W8A8, replace(PAPER, outliers=0)])
 @pytest.mark.parametrize("k", [256, 300])
 def test_order_and_rounding_in_one(scheme: AtomScheme, k: int) -> None:
@@ -62,7 +136,7 @@ def test_order_and_rounding_in_one(scheme: AtomScheme, k: int) -> None:
 
 def product(x: torch.Tensor, weight: AtomWeight, **options: object) -> torch.Tensor:
     rounded = round_input(x, weight.scheme)
-    return atom_gemm(rounded, weight, dtype=torch.float32, tiles=SMALL, **options)  # type: ignore[arg-type]
+    return portable.product(rounded, weight, dtype=torch.float32, tiles=SMALL, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scheme", [PAPER, SIGNED, W8A8, CHANNEL4, replace(PAPER, outliers=0)])
@@ -79,7 +153,7 @@ def test_product_is_exact(scheme: AtomScheme, m: int, n: int, k: int) -> None:
 def test_products_of_one_scale_a_channel_in_the_tiles_of_their_rows(m: int) -> None:
     weight = quantize_atom(seeded(136, 300, seed=1), W8A8, dtype=torch.float16)
     x = seeded(m, 300)
-    got = atom_gemm(round_input(x, W8A8), weight, dtype=torch.float32)
+    got = portable.product(round_input(x, W8A8), weight, dtype=torch.float32)
     assert error(got, integer_product(x, weight)) < 1e-6
 
 
