@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.gemm.experts.gated import gated
 
@@ -125,7 +124,6 @@ def round_input_kernel(
     MAKING: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     COMPRESSED: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Make a token's channels and round them: normal ones by groups, then the outliers.
 
@@ -140,9 +138,6 @@ def round_input_kernel(
     place = tl.arange(0, BLOCK_G)[:, None] * GROUP + within
     live = (place < normal) & (within < GROUP)
     channel = _channels(INDEX, place, live, HAS_INDEX)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     factor = _factor(x_row, columns, eps, MAKING, BLOCK)
     y = _made(x_row, WEIGHT, channel, live, columns, factor, DT, MAKING)
     if COMPRESSED:

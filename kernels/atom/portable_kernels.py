@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -65,7 +64,6 @@ def atom_gemm_kernel(
     HAS_OUTLIERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_N: tl.constexpr,
@@ -85,9 +83,6 @@ def atom_gemm_kernel(
     a_width = BLOCKS * 128 + HAS_OUTLIERS * 128
     a_at = A + m_row[None, :] * a_width + j[:, None]
     sa_row = SA + m_row * (GROUPS + 1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
     zero = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
@@ -151,7 +146,6 @@ def channel_gemm_kernel(
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -168,9 +162,6 @@ def channel_gemm_kernel(
     k = tl.arange(0, 128)
     a_at = A + m_row[:, None] * a_width + k[None, :]
     w_at = W + n_row[None, :] * K + k[:, None]
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for _ in range(K // 128):
         acc = tl.dot(tl.load(a_at), tl.load(w_at), acc, out_dtype=tl.int32)

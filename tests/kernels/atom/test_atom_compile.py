@@ -56,7 +56,6 @@ def test_product_compiles_to_tensor_cores(
             "HAS_OUTLIERS": bits == 4,
             "HAS_BIAS": False,
             "HAS_RESIDUAL": True,
-            "PDL": arch >= 90,
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
             "GROUP_N": 8,
@@ -80,7 +79,6 @@ def test_every_tile_of_w8a8_fits_every_architecture(
             "K": 4096,
             "HAS_BIAS": True,
             "HAS_RESIDUAL": True,
-            "PDL": arch >= 90,
             "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n,
             "GROUP_M": 8,
@@ -107,7 +105,6 @@ def test_rounding_compiles(arch: int, making: str, compressed: bool) -> None:
         "BLOCK_GROUP": 16384 if compressed else 128,
         "BLOCK": 16384 if compressed else 4096,
         "HAS_INDEX": not compressed,
-        "PDL": arch >= 90,
     }
     warps = 16 if making == "rms" and compressed else 8
     made = compiled(round_input_kernel, arch, constants, "*u8", num_warps=warps)
