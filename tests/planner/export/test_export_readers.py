@@ -124,7 +124,16 @@ SAME_NAME = (
     ),
     *("smollm3", "solar_open", "starcoder2", "afmoe", "ernie4_5", "exaone_moe", "flex_olmo"),
     *("granite_swa", "granitemoe", "granitemoe_swa", "helium", "hyperclovax", "jais2"),
-    *("kimi_linear", "mellum", "minimax", "nemotron", "olmo_hybrid", "qwen2_moe", "vaultgemma"),
+    *(
+        "kimi_linear",
+        "lfm3",
+        "mellum",
+        "minimax",
+        "nemotron",
+        "olmo_hybrid",
+        "qwen2_moe",
+        "vaultgemma",
+    ),
     "youtu",
 )
 """Families whose configs here are those of the engine's tests."""
