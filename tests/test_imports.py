@@ -28,10 +28,10 @@ kernels/nvrtc <- kernels/arrivals, kernels/multiprocessors, kernels/overlap, ker
 kernels/nvrtc <- kernels/compile_missing
 kernels/arrivals, kernels/multiprocessors, kernels/overlap, kernels/native <- kernels/formats
 kernels/formats <- kernels/gemm
-kernels/gemm <- kernels/atom <- kernels/fused
+kernels/gemm <- kernels/fused <- kernels/atom
 kernels/formats <- kernels/kv, kernels/recurrent
 kernels/formats <- kernels/cpu
-kernels/fused, kernels/cpu <- kernels/weights <- kernels/cpu_probe
+kernels/atom, kernels/cpu <- kernels/weights <- kernels/cpu_probe
 
 planner/work_clock <- planner/costs
 planner/costs, planner/limits <- planner/problem <- planner/evaluate

@@ -261,7 +261,7 @@ def test_dtypes_have_torchs_names(given, dtype):
 def test_other_dtypes_are_refused_by_all_that_there_are():
     with pytest.raises(ValueError, match="dtype must be auto, .*got 'int8'"):
         EngineOptions(dtype=torch.int8)
-    with pytest.raises(ValueError, match="'fp8'.*16, 8, 4, 2, or auto"):
+    with pytest.raises(ValueError, match="'fp8'.*16, 8, 4, 2;.*, or auto"):
         EngineOptions(kv_cache_dtype="fp8")
 
 
