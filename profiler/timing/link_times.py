@@ -131,9 +131,9 @@ def _timed_rounds(
         start, core_s = time.perf_counter(), time.thread_time()
         # A DECODE message tells the other end that its size is done.
         transport.send_step(replace(message, kind=StepKind.DECODE) if done else message, hidden_1Th)
-        told = arrived(transport.receive_tokens(ROWS, 1))[:, 0]
-        samples.append(time.perf_counter() - start - int(told[0]) / 1e9)
-        hosts_s.append((time.thread_time() - core_s + int(told[1]) / 1e9) / 2)
+        spent_ns = arrived(transport.receive_tokens(ROWS, 1))[:, 0]
+        samples.append(time.perf_counter() - start - int(spent_ns[0]) / 1e9)
+        hosts_s.append((time.thread_time() - core_s + int(spent_ns[1]) / 1e9) / 2)
     del hosts_s[0]  # what the other end then tells is of the block before
     seconds = max(sorted(samples)[0 if least else len(samples) // 4], 1e-9)
     return seconds, statistics.median(hosts_s)
@@ -171,9 +171,9 @@ def _echo(transport: GlooTransport) -> None:
         message, _ = transport.receive_step()
         last = message.kind is StepKind.DECODE
         taken_ns = time.thread_time_ns()
-        told = [_compute(), host_ns, *[0] * (ROWS - 2)]
+        spent_ns = [_compute(), host_ns, *[0] * (ROWS - 2)]
         sending_ns = time.thread_time_ns()
-        transport.send_tokens(torch.tensor(told)[:, None])
+        transport.send_tokens(torch.tensor(spent_ns)[:, None])
         host_ns = taken_ns - begin_ns + time.thread_time_ns() - sending_ns
 
 

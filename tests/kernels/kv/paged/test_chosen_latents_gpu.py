@@ -59,11 +59,11 @@ def test_captured_steps_of_any_rows(dtype, heads, index_heads):
         captured = attended()
     graph.replay()
     assert torch.equal(captured, plain)
-    for rows, told in zip(STEPS, tables, strict=True):
-        rows_FR.copy_(told)
+    for rows, step_rows in zip(STEPS, tables, strict=True):
+        rows_FR.copy_(step_rows)
         graph.replay()
         used = sum(count for *_, count in rows)
-        want = chosen_latents_reference(q, asked, pool, told, table_SM, scale=scale)
+        want = chosen_latents_reference(q, asked, pool, step_rows, table_SM, scale=scale)
         want = want[:used, :, :rank].double()
         apart = float((captured[:used].double() - want).norm() / want.norm())
         assert apart < (2e-3 if dtype is torch.float32 else 1e-2)

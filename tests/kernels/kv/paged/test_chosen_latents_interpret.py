@@ -30,7 +30,7 @@ MIXES = {
 
 @pytest.fixture(autouse=True)
 def _new_memory_is_no_number():
-    """What nobody wrote is NaN, not whatever was there."""
+    """What was not written is NaN, not whatever was there."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -55,11 +55,11 @@ def run(
     queries = torch.randn(places, index_heads, channels).to(dtype)
     asked = IndexQueries(queries, torch.randn(places, index_heads).to(dtype), topk)
     where = spread_reference(rows_FR, table_SM, places, padding_slot=SLOTS)
-    told = table_SM.roll(1, 0) if wrong_table else table_SM
+    used_table = table_SM.roll(1, 0) if wrong_table else table_SM
     given = replace(asked, weights_TX=-asked.weights_TX) if wrong_weights else asked
     rows_4T, longest = token_rows(where), COLUMNS * BLOCK_TOKENS - 10
     got = attend_chosen_latents(
-        q, given, pool, rows_4T, told, plan, scale=dim**-0.5, longest=longest
+        q, given, pool, rows_4T, used_table, plan, scale=dim**-0.5, longest=longest
     )
     want = chosen_latents_reference(q, asked, pool, rows_FR, table_SM, scale=dim**-0.5)
     return got, want[..., :value_dim], used

@@ -28,7 +28,7 @@ MIXES = {
 
 @pytest.fixture(autouse=True)
 def _new_memory_is_no_number():
-    """What nobody wrote is NaN, not whatever was there."""
+    """What was not written is NaN, not whatever was there."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
