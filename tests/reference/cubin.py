@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -63,8 +65,39 @@ def compile_kernel(
     source = form(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attrs)
     target = GPUTarget("cuda", arch, 32)
     made = triton.compile(source, target=target, options=dict(options or {}))
+    assert not (apart := lanes_apart(made.asm["ttgir"])), f"Triton 3.6 reduces wrongly: {apart}"
     return Compiled(
         cubin=made.asm["cubin"],
         ptx=made.asm["ptx"],
         shared_bytes=made.metadata.shared,
     )
+
+
+LAYOUT = re.compile(r"^(#linear\d*) = #ttg\.linear<\{register = .*?, lane = (.*?), warp", re.M)
+REDUCTION = re.compile(
+    r"\"tt\.reduce\"\(.*?<\{axis = (\d+).*?^ *\}\) : \(tensor<(.*?)>[,)]", re.M | re.S
+)
+SLICE = re.compile(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>$")
+
+
+def lanes_apart(ttgir: str) -> list[str]:
+    """Return the types of operands whose reduced axis lies over lanes not next to each other.
+
+    Triton 3.6 takes them to be neighbours (its first lane's distance, then powers of two) and
+    reduces others without a word; later versions are right. Other layouts than #linear have
+    neighbours only.
+    """
+    lanes = {name: ast.literal_eval(bases) for name, bases in LAYOUT.findall(ttgir)}
+    found = []
+    for axis, operand in REDUCTION.findall(ttgir):
+        layout, own = operand.split(", ", 1)[1], int(axis)
+        dropped = []
+        while at := SLICE.match(layout):
+            dropped.append(int(at[1]))
+            layout = at[2]
+        for dim in dropped:
+            own += own >= dim
+        on_axis = [bool(base[own]) for base in lanes.get(layout, [])]
+        if sum(on_axis) > 1 and not all(on_axis[on_axis.index(True) :][: sum(on_axis)]):
+            found.append(operand)
+    return found

@@ -46,9 +46,11 @@ def _load(
 ):  # fmt: skip
     """Load VEC channels a row from a thread's `own`-th on, those from LIMIT on are 0: [rows, VEC].
 
-    A thread has all of its row: of float32, of which 16 bytes hold 4, as two runs.
+    A thread has all of its row: as two runs where 16 bytes hold 4 (float32) or rows begin at any
+    multiple of 4 (values of 72, 80, 96 channels). A row dealt to two threads would leave the lanes
+    of a token's other channels apart, and Triton 3.6 reduces across such lanes wrongly.
     """
-    if ring.dtype.element_ty == tl.float32 and VEC == 8:
+    if VEC == 8 and (ring.dtype.element_ty == tl.float32 or LIMIT % 8 != 0):
         i = tl.arange(0, 4)[None, :]
         low = _load_run(
             new, ring, pos, own + i, channel + i, start, stride_t, LIMIT, D, READ_NEW

@@ -15,6 +15,7 @@ from reference.cubin import (
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,
     compile_kernel,
+    lanes_apart,
 )
 
 pytestmark = pytest.mark.compile
@@ -47,6 +48,8 @@ MODELS = [
     (P.KV16V4, 32, 8, 128, torch.bfloat16),
     (P.KV16V8, 8, 4, 256, torch.float32),
 ]
+UNEVEN = [(P.KV16V8, 32, 32, 80, torch.float16), (P.KV16V4, 8, 2, 160, torch.bfloat16)]
+"""Whose values begin at multiples of 4 channels only, and whose keys do not choose the layout."""
 RULED_MODELS = [(P.KV4, 64, 8, 64, torch.bfloat16), (P.KV8, 16, 8, 256, torch.bfloat16)]
 RULED = Scores(capped=True, windowed=True, chunked=True, sinks=True)
 ALL = (*ARCHITECTURES, CONSUMER_BLACKWELL)
@@ -136,11 +139,34 @@ def test_attention_with_rules_fits(model, arch, kernel):
 @pytest.mark.thin
 @pytest.mark.parametrize("arch", ALL)
 @pytest.mark.parametrize("chunks", [False, True])
-@pytest.mark.parametrize("model", [MODELS[0], MODELS[10], MODELS[12]], ids=lambda m: m[0].value)
+@pytest.mark.parametrize(
+    "model", [MODELS[0], MODELS[10], MODELS[12], *UNEVEN], ids=lambda m: f"{m[0].value}-{m[3]}"
+)
 def test_appending_compiles(arch, chunks, model):
     plan, pdl = plan_of(*model), arch >= 90
     options = plan.append_options(33, rotary=not chunks, chunks=chunks, behind=True, pdl=pdl)
-    assert compiled(append_packed, arch, {**options, "HALF": 64}, "bf16")
+    assert compiled(append_packed, arch, {**options, "HALF": model[3] // 2}, NAMES[model[-1]])
+
+
+def test_reductions_over_lanes_apart_are_seen():
+    """A token's channels in lanes 0, 3 and 4 of five, which Triton 3.6 takes for 0, 1 and 2."""
+    text = """#linear = #ttg.linear<{register = [[0, 1]], lane = [[0, 4], [4, 0], [8, 0], [0, 16], \
+[0, 32]], warp = [[0, 64]], block = []}>
+    %low = "tt.reduce"(%x) <{axis = 1 : i32}> ({
+    ^bb0(%a: f32, %b: f32):
+    }) : (tensor<16x128xf32, #linear>) -> tensor<16xf32, #ttg.slice<{dim = 1, parent = #linear}>>
+"""
+    assert lanes_apart(text) == ["16x128xf32, #linear"]
+    assert not lanes_apart(text.replace("axis = 1", "axis = 0")), "lanes 1 and 2 are neighbours"
+    inner = text.replace(
+        "(tensor<16x128xf32, #linear>",
+        "(tensor<16x128xf32, #ttg.slice<{dim = 0, \
+parent = #linear2}>>",
+    ).replace("#linear =", "#linear2 =")
+    for old, new in (("[0, 4]", "[1, 0, 4]"), ("[4, 0]", "[0, 4, 0]"), ("[8, 0]", "[0, 8, 0]")):
+        inner = inner.replace(old, new)
+    inner = inner.replace("[0, 16]", "[0, 0, 16]").replace("[0, 32]", "[0, 0, 32]")
+    assert len(lanes_apart(inner)) == 1, "a slice's axis is its parent's"
 
 
 @pytest.mark.thin

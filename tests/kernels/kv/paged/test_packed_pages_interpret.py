@@ -194,6 +194,7 @@ SIZES = [
     (96, KVPrecision.KV4V2, "decode", 1, torch.float32, {"alibi": True}),
     (128, KVPrecision.KV8V2, "mixed", 1, torch.float16, {"rule": ScoreRule(window=150, cap=1.0)}),
     (72, KVPrecision.KV16V8, "mixed", 4, torch.float16, {"rotary": 36}),
+    (160, KVPrecision.KV16V2, "decode", 1, torch.float16, {}),
     (112, KVPrecision.KV16V4, "mixed", 1, torch.float32, {"rule": ScoreRule(window=100)}),
     (32, KVPrecision.KV16V2, "mixed", 4, torch.float16, {"rule": ScoreRule(cap=1.0)}),
     (64, KVPrecision.KV16V4, "decode", 12, torch.float32, {"alibi": True}),
