@@ -24,7 +24,6 @@ ExecutionMode = Literal[
     "drafts",
     "gpu_packed_kv",
     "gpu_packed_float32",
-    "gpu_plain_keys",
     "gpu_rounded",
 ]
 EXECUTION_MODES: dict[ExecutionMode, str] = {
@@ -34,7 +33,6 @@ EXECUTION_MODES: dict[ExecutionMode, str] = {
     "drafts": "speculation",
     "gpu_packed_kv": "a KV cache of 8, 4 or 2 bits on a GPU",
     "gpu_packed_float32": "a KV cache of 8, 4 or 2 bits on a GPU",
-    "gpu_plain_keys": "keys of 16 bits beside packed values on a GPU",
     "gpu_rounded": "rounded activations (w8a8, w4a4) on a GPU",
 }
 """How a sentence names each. Everything runs on a CPU with 16-bit KV at every precision."""
@@ -57,11 +55,6 @@ def _feature(name: str, met: Callable[[ModelSpec, int], bool], *without: Executi
 
 def _latents(spec: ModelSpec, max_len: int) -> bool:
     return spec.latent is not None
-
-
-def _uneven_heads(spec: ModelSpec, max_len: int) -> bool:
-    sizes = {padded_head_dim(size) for size in (spec.head_dim, spec.global_head_dim) if size}
-    return any(size & (size - 1) for size in sizes)
 
 
 def _scaled_stream(spec: ModelSpec, max_len: int) -> bool:
@@ -139,7 +132,6 @@ FEATURES: tuple[Feature, ...] = (
     ),
     _feature("latents in float32", _latents, "gpu_packed_float32"),
     _feature("latents that are key and value at once", _latents, "apart_kv"),
-    _feature("heads of no power of two channels", _uneven_heads, "gpu_plain_keys"),
 )
 """What a mode lacks is refused there, though planned for: its kernels are to come."""
 
@@ -168,7 +160,6 @@ def execution_modes(
         "drafts": drafts,
         "gpu_packed_kv": gpu and packed,
         "gpu_packed_float32": gpu and packed and dtype == "float32",
-        "gpu_plain_keys": gpu and packed and kv.key_bits == 16 and dtype != "float32",
         "gpu_rounded": gpu and rounded,
     }
     return tuple(mode for mode, is_taken in taken.items() if is_taken)
@@ -216,7 +207,6 @@ REMEDY: dict[ExecutionMode, str] = {
     "drafts": "run without speculation, or with shorter requests",
     "gpu_packed_kv": "plan with --kv 16",
     "gpu_packed_float32": "plan with --kv 16, or with --dtype bfloat16",
-    "gpu_plain_keys": "plan with --kv 8, 8v4 or 16, or with --dtype float32",
     "gpu_rounded": "plan with weight-only precisions (w8a16, w4a16)",
 }
 
