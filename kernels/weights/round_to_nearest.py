@@ -139,6 +139,19 @@ def quantize_codes(
             f"group size: got {scheme.group_size}, expected {', '.join(map(str, GROUPS))} or None "
             "(per channel): the packed kernels know no other"
         )
+    clips = _CLIPS[scheme.bits] if scheme.clip_search else [1.0]
+    if scheme.group_size is not None and _has_triton(w_NK.device):
+        # Imported here: it takes Triton along, half a second that a CPU's process does without.
+        from llmpq.kernels.fused.search_grid import search_grid
+
+        return search_grid(
+            w_NK,
+            bits=scheme.bits,
+            group=scheme.group_size,
+            symmetric=scheme.symmetric,
+            clips=clips,
+            scale_dtype=scale_dtype,
+        )
     n, k = w_NK.shape
     k_padded = padded_k(k)
     group = scheme.group_size or k_padded
@@ -155,6 +168,11 @@ def quantize_codes(
         if zero is not None:
             zero[rows] = z.view(-1, k_padded // group).to(scale_dtype)
     return codes, scale, zero
+
+
+def _has_triton(device: torch.device) -> bool:
+    """Whether Triton compiles for a device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 5)
 
 
 def _search_grid(

@@ -14,6 +14,7 @@ from llmpq.kernels.fused.norm_behind import norm_behind_kernel
 from llmpq.kernels.fused.rms_norm import rms_norm_kernel
 from llmpq.kernels.fused.rope_append import rope_append_kernel
 from llmpq.kernels.fused.round_inputs import round_kernel
+from llmpq.kernels.fused.search_grid import search_kernel
 from llmpq.kernels.fused.weighted_sum import weighted_sum_kernel
 from reference.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 
@@ -147,3 +148,20 @@ def test_forbidding_tokens_compiles(element, arch):
         options={"num_warps": 8},
     )  # fmt: skip
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_clip_search_compiles(symmetric, arch):
+    arguments = {"W": "*bf16", "CLIPS": "*fp32", "CODES": "*u8", "SCALE": "*bf16", "ZERO": "*bf16"}
+    arguments |= dict.fromkeys(("num_groups", "groups", "K", "w_stride", "clips"), "i32")
+    arguments |= dict.fromkeys(("least", "levels", "half"), "fp32")
+    constants = {"GROUP": 128, "ROWS": 32, "SYMMETRIC": symmetric}
+    aligned = ("W", "CODES", "SCALE", "ZERO", "num_groups", "groups", "K", "w_stride")
+    made = compile_kernel(
+        search_kernel, arch, arguments, constants, aligned=aligned,
+        options={"num_warps": 4, "enable_fp_fusion": False},
+    )  # fmt: skip
+    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+    assert "ld.global.v4" in made.ptx, "accesses are not 16 bytes wide"
