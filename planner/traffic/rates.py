@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from llmpq.planner.simulated import EngineModel, simulate
 from llmpq.planner.work_clock import now_s, spend_s
-from llmpq.service_measures import ATTAINMENT, ServiceLimits, ServiceMeasures
+from llmpq.service_measures import ATTAINMENT, ServedRequest, ServiceLimits, ServiceMeasures
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.traffic import Arrival, at_rate, repeated
 
@@ -48,8 +49,7 @@ def kept_apart(
     deadline_s: float = math.inf,
 ) -> bool:
     """Whether requests are within the limits where each is served alone; if not, at no rate."""
-    alone = measured_at(models, traffic, limits, APART * rate_per_s, deadline_s=deadline_s)
-    return alone.attained >= ATTAINMENT
+    return attained(models, at_rate(traffic, APART * rate_per_s), limits, 0, deadline_s)
 
 
 def too_late_alone(
@@ -118,7 +118,7 @@ def highest_rate(
     long = repeated(traffic, GENERATIONS * running)
     most = _full_rate(models, long, running, deadline_s)
     low, rate = highest_lasting(
-        lambda rate: _lasts(models, at_rate(long, rate), limits, running, deadline_s),
+        lambda rate: attained(models, at_rate(long, rate), limits, running, deadline_s),
         lambda rate: kept_apart(models, traffic, limits, rate, deadline_s=deadline_s),
         first=most if guess_per_s is None else min(most, guess_per_s),
         most=most,
@@ -159,26 +159,56 @@ def highest_lasting(
     return low, rate
 
 
+class _Known(Exception):  # noqa: N818
+    """Ends a simulation whose rest changes nothing."""
+
+
 def _full_rate(
     models: Sequence[EngineModel], long: Sequence[Arrival], running: int, deadline_s: float
 ) -> float:
     """Return the rate at which requests end while engines are full: none lasts above it."""
-    served = simulate(models, at_rate(long, math.inf), late=_late_after(deadline_s))
-    ends = sorted(one.end_s for one in served)
-    last = running * (len(ends) // running - 1)
+    ends: list[float] = []
+    last = running * (len(long) // running - 1)
+
+    def ended(one: ServedRequest) -> None:
+        ends.append(one.end_s)
+        if len(models) == 1 and len(ends) > last:  # in order of time
+            raise _Known
+
+    with suppress(_Known):
+        simulate(models, at_rate(long, math.inf), late=_late_after(deadline_s), ended=ended)
+    ends.sort()
     return (last - running) / max(ends[last] - ends[running], 1e-9)
 
 
-def _lasts(
+def attained(
     models: Sequence[EngineModel],
-    long: Sequence[Arrival],
+    traffic: Sequence[Arrival],
     limits: ServiceLimits,
-    running: int,
+    settling: int,
     deadline_s: float,
 ) -> bool:
-    """Whether the limits are kept behind the first requests, which find engines empty."""
-    settled = simulate(models, long, late=_late_after(deadline_s))[running:]
-    return ServiceMeasures.of(settled, limits).attained >= ATTAINMENT
+    """Whether `ATTAINMENT` of the requests are within the limits, the `settling` first left out.
+
+    The first ones find engines empty. Simulated until enough of them are, or too many are not.
+    """
+    count = len(traffic) - settling
+    good = bad = 0
+
+    def ended(one: ServedRequest) -> None:
+        nonlocal good, bad
+        if one.number < settling:
+            return
+        if limits.keeps(one):
+            good += 1
+        else:
+            bad += 1
+        if good / count >= ATTAINMENT or (count - bad) / count < ATTAINMENT:
+            raise _Known
+
+    with suppress(_Known):
+        simulate(models, traffic, late=_late_after(deadline_s), ended=ended)
+    return good / count >= ATTAINMENT
 
 
 def _late_after(deadline_s: float) -> Callable[[], bool]:

@@ -220,6 +220,18 @@ class BlockTables:
         """Whether a request has the blocks of so many tokens, and none to give back."""
         return self.windows is None and self.blocks(tokens) <= len(req.blocks)
 
+    def hold_more(self, rows: Ints, tokens: int) -> bool:
+        """Whether there are blocks for so many more tokens of each of some requests.
+
+        `rows`: theirs in the table. Not said where layers with a window have a pool of their own.
+        """
+        if self.windows is not None:
+            return False
+        table = self.counters
+        behind = np.maximum(0, table.num_computed[rows] + tokens - self._reach(0))
+        lacks = -(-behind // BLOCK_TOKENS) - table.num_blocks[rows]
+        return int(np.maximum(0, lacks).sum()) <= self.pool.num_available
+
     def lacks(self, req: RunningRequest, tokens: int) -> int:
         """Return how many blocks more than are available a request of so many tokens needs."""
         lacks = self.blocks(tokens) - len(req.blocks) - self.pool.num_available

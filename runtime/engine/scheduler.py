@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
@@ -272,6 +272,58 @@ class Scheduler:
         if micro_batch.num_decoding < len(micro_batch.requests):
             self._take_chunks(micro_batch, tokens, finished)
         return finished
+
+    def rounds_ahead(self) -> int:
+        """Return for how many rounds nothing but decoding can happen, nothing being submitted.
+
+        A round is a step of every running request. Meant of a scheduler whose last steps only
+        decoded; fewer rounds than could be where some requests keep windows or draft.
+        """
+        rows, table = self._running_rows(), self._counters
+        if self._drafter is not None or not len(rows) or self._by_phase().prompts:
+            return 0
+        if self._waiting and self._waiting[0].in_flight > 0:  # it may be admitted when that ends
+            return 0
+        rounds = int((table.max_new[rows] - table.num_sampled[rows]).min()) - 1
+        while rounds > 0 and not self.tables.hold_more(rows, rounds):
+            rounds //= 2
+        return max(0, rounds)
+
+    def next_caches(self, rows: Ints) -> list[int]:
+        """Return the tokens in the caches of requests that decode, with their next step.
+
+        `rows`: theirs in the table.
+        """
+        caches: list[int] = (self._counters.num_computed[rows] + 1).tolist()
+        return caches
+
+    def pass_rounds(
+        self, rounds: int, steps: int, under_way: Iterable[MicroBatch], token: int
+    ) -> None:
+        """Be as after so many rounds (`rounds_ahead`) of so many steps, which brought `token`.
+
+        As many steps are under way as now, of the same rows. For simulations: what a step of real
+        stages would have been told is not said.
+        """
+        rows, table = self._running_rows(), self._counters
+        table.num_computed[rows] += rounds
+        table.num_sampled[rows] += rounds
+        table.newest[rows] = token
+        table.last_step[rows] += steps
+        self._seq += steps
+        self._last_decode += steps
+        self.generated_tokens += rounds * len(rows)
+        for micro_batch in under_way:
+            np.add(micro_batch.starts_B, rounds, out=micro_batch.starts_B)
+            np.add(micro_batch.sample_steps_B, rounds, out=micro_batch.sample_steps_B)
+        for req in self._running:
+            req.request.output.extend([token] * rounds)
+        known = table.num_computed[rows] - table.in_flight[rows]
+        for place in (table.num_computed[rows] > table.needs_blocks_at[rows]).nonzero()[0].tolist():
+            req = self._running[place]
+            self.tables.grow(req, req.num_computed)
+        for place in (known > table.fills_block_at[rows]).nonzero()[0].tolist():
+            self.tables.register(self._running[place], int(known[place]))
 
     def take_new_tokens(self) -> tuple[list[NewTokens], bool]:
         """Return the tokens of streamed and recorded requests that came since the last call.

@@ -16,6 +16,7 @@ import numpy as np
 from llmpq.runtime.engine.pool_limits import PoolLimits, max_ahead, max_in_flight
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.request import MicroBatch, Request
+from llmpq.runtime.simulate.rounds import Clock, SteadySteps, pass_rounds
 from llmpq.runtime.simulate.step_times import StepRows, TimedStage
 from llmpq.service_measures import ServedRequest
 
@@ -32,11 +33,16 @@ class SimulatedEngine:
         stages: Sequence[TimedStage],
         *,
         host_s: float = 0.0,
+        ended: Callable[[ServedRequest], None] | None = None,
     ) -> None:
-        """`host_s`: what the host needs for each step beside the stages."""
+        """`host_s`: what the host needs for each step beside the stages.
+
+        `ended`: called with each request as it ends; what it raises ends the simulation.
+        """
         self._scheduler = Scheduler(limits)
         self._stages = stages
         self._host_s = host_s
+        self._ended = ended
         ahead = limits.tokens_ahead > 1
         self._most = max_ahead(len(stages)) if ahead else max_in_flight(len(stages))
         self._free = [0.0] * (2 * len(stages))
@@ -47,6 +53,7 @@ class SimulatedEngine:
         self.now = 0.0
         self.served: list[ServedRequest] = []
         self.num_steps = 0
+        self._steady = SteadySteps()
 
     def submit(self, at_s: float, request: Request) -> None:
         """Queue a request that comes at a time, not before those submitted so far."""
@@ -64,20 +71,39 @@ class SimulatedEngine:
                 if not self._inbox or self._inbox[0][0] >= until_s:
                     return
                 self.now = max(self.now, self._inbox[0][0])
+            self._pass_rounds(min(until_s, self._inbox[0][0] if self._inbox else math.inf))
             self._take()
+            issued = []
             while len(self._under_way) < self._most:
                 micro_batch = self._scheduler.next_micro_batch()
                 if micro_batch is None:
                     break
                 self._issue(micro_batch)
+                issued.append(micro_batch)
             assert self._under_way, "requests wait that no step takes"
-            self._finish_oldest()
+            ended = self._finish_oldest()
+            self._steady.note(issued, goes_on=not ended)
 
     def _take(self) -> None:
         while self._inbox and self._inbox[0][0] <= self.now:
             at_s, request = self._inbox.popleft()
             self._at[request.id] = at_s
             self._scheduler.submit(request)
+            self._steady.clear()
+
+    def _pass_rounds(self, until_s: float) -> None:
+        """Pass steps in which the same rows decode and nothing else happens, if there are some."""
+        clock, steps = pass_rounds(
+            self._scheduler,
+            self._stages,
+            self._steady,
+            self._under_way,
+            Clock(self.now, self._free, deque()),
+            host_s=self._host_s,
+            until_s=until_s,
+            token=TOKEN,
+        )
+        self.now, self._free, self.num_steps = clock.now, clock.free, self.num_steps + steps
 
     def _issue(self, micro_batch: MicroBatch) -> None:
         self.now += self._host_s
@@ -95,7 +121,8 @@ class SimulatedEngine:
             arrives = begin + total
         self._under_way.append((micro_batch, arrives))
 
-    def _finish_oldest(self) -> None:
+    def _finish_oldest(self) -> bool:
+        """Take the oldest step's tokens; whether requests ended with them."""
         micro_batch, done_s = self._under_way.popleft()
         self.now = max(self.now, done_s)
         tokens = np.full((len(micro_batch.requests), 1), TOKEN)
@@ -105,17 +132,19 @@ class SimulatedEngine:
             if (news is None or news.samples) and request.id in self._at:
                 self._first.setdefault(request.id, self.now)
         for request in ended:
-            self.served.append(
-                ServedRequest(
-                    number=request.id,
-                    at_s=self._at.pop(request.id),
-                    first_token_s=self._first.pop(request.id),
-                    end_s=self.now,
-                    prompt_tokens=len(request.prompt),
-                    output_tokens=len(request.output),
-                    preemptions=request.num_preemptions,
-                )
+            served = ServedRequest(
+                number=request.id,
+                at_s=self._at.pop(request.id),
+                first_token_s=self._first.pop(request.id),
+                end_s=self.now,
+                prompt_tokens=len(request.prompt),
+                output_tokens=len(request.output),
+                preemptions=request.num_preemptions,
             )
+            self.served.append(served)
+            if self._ended is not None:
+                self._ended(served)
+        return bool(ended)
 
 
 def step_rows(micro_batch: MicroBatch) -> StepRows:

@@ -51,9 +51,9 @@ class EngineModel:
             speed=1.0 if predicted is None else max(predicted.output_tokens_per_s, 1e-9),
         )
 
-    def engine(self) -> SimulatedEngine:
-        """Return it, idle at 0 s."""
-        return SimulatedEngine(self.limits, self.stages, host_s=self.host_s)
+    def engine(self, ended: Callable[[ServedRequest], None] | None = None) -> SimulatedEngine:
+        """Return it, idle at 0 s; `ended` is called with each request as it ends."""
+        return SimulatedEngine(self.limits, self.stages, host_s=self.host_s, ended=ended)
 
 
 @dataclass
@@ -72,14 +72,16 @@ def simulate(
     *,
     vocab: int = 1000,
     late: Callable[[], bool] | None = None,
+    ended: Callable[[ServedRequest], None] | None = None,
 ) -> list[ServedRequest]:
     """Return when each request of a traffic is served, in order of arrival.
 
     `ValueError` names a request for which no engine has room; `TimeoutError` where it is `late`,
-    which is asked before every step.
+    which is asked before every step. `ended` is called with each request as it ends: of one engine
+    in order of time, of several by turns. What it raises ends the simulation.
     """
     shares_blocks = any(arrival.blocks for arrival in traffic)
-    replicas = [_Replica(engine=one.engine(), speed=one.speed) for one in models]
+    replicas = [_Replica(engine=one.engine(ended), speed=one.speed) for one in models]
     work: dict[int, float] = {}
     for number, arrival in enumerate(traffic):
         if len(replicas) > 1:

@@ -6,17 +6,18 @@ import math
 
 import pytest
 
-from llmpq.planner.simulated import EngineModel, StepRows
+from llmpq.planner.simulated import EngineModel, StepRows, simulate
 from llmpq.planner.traffic.rates import (
     RATE_STEP,
+    attained,
     highest_lasting,
     requests_at_once,
     too_late_alone,
 )
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.simulate.step_times import TimedStage
-from llmpq.service_measures import ServiceLimits
-from llmpq.traffic import Arrival
+from llmpq.service_measures import ATTAINMENT, ServiceLimits
+from llmpq.traffic import Arrival, at_rate, poisson_traffic
 
 pytestmark = pytest.mark.pure
 
@@ -119,6 +120,16 @@ def test_no_rate_is_kept_where_too_many_prompts_take_too_long_alone(
 ) -> None:
     traffic = [Arrival(float(at), tokens, 4) for at, tokens in enumerate(prompts)]
     assert too_late_alone([_engine()], traffic, ServiceLimits(ttft_s=ttft_s)) is late
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.2, 0.4, 1.0, 5.0])
+@pytest.mark.parametrize("ttft_s", [0.5, 1.5, 4.0])
+def test_what_is_attained_is_what_a_whole_simulation_says(rate: float, ttft_s: float) -> None:
+    traffic = at_rate(poisson_traffic([20, 60, 150], [2, 9], requests=60, seed=3), rate)
+    limits, models = ServiceLimits(ttft_s=ttft_s, tpot_s=0.5), [_engine(), _engine()]
+    served = simulate(models, traffic)[10:]
+    whole = sum(map(limits.keeps, served)) / len(served) >= ATTAINMENT
+    assert attained(models, traffic, limits, 10, math.inf) is whole
 
 
 def test_nothing_is_said_of_prompts_that_begin_alike() -> None:

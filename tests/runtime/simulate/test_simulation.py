@@ -14,6 +14,9 @@ import pytest
 
 from llmpq.plan import Plan
 from llmpq.planner.make import make_plan
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.request import MicroBatch
+from llmpq.runtime.simulate import rounds
 from llmpq.runtime.simulate.simulation import EngineModel, simulate, simulate_plan
 from llmpq.runtime.simulate.step_times import StepRows, stage_times
 from llmpq.service_measures import Quantiles, ServedRequest, ServiceLimits, ServiceMeasures
@@ -76,6 +79,48 @@ def test_requests_far_apart_do_not_wait_for_each_other(pipeline: Plan) -> None:
     traffic = [Arrival(n * 10 * alone, 256, 32) for n in range(4)]
     for one in simulate([EngineModel.of_plan(pipeline)], traffic):
         assert one.latency_s == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize(("seed", "rate"), [(0, 0.02), (1, 0.5), (2, 2.0), (2, math.inf)])
+@pytest.mark.parametrize(
+    ("devices", "changed"),
+    [
+        ("t4", {}),
+        ("t4", {"tokens_ahead": 2}),
+        ("t4", {"num_blocks": 11}),
+        ("t4:2", {}),
+        ("t4:2", {"decode_rows": 2}),
+        ("v100,t4:2", {"tokens_ahead": 2}),
+        ("v100,t4:2", {"num_blocks": 14}),
+    ],
+)
+def test_rounds_passed_at_once_are_those_step_by_step(
+    devices: str, changed: dict[str, int], seed: int, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many preemptions, prefixes found and steps, and every request at the same time."""
+    model = EngineModel.of_plan(_plan(devices, prompt_len=512))
+    model = replace(model, limits=replace(model.limits, **changed), host_s=1e-4 * seed)
+    traffic = at_rate(poisson_traffic([40, 500, 900], [2, 90, 400], requests=24, seed=seed), rate)
+    if seed == 2:
+        traffic = tuple(replace(one, blocks=(n % 3, n)) for n, one in enumerate(traffic))
+    steps = []
+    next_micro_batch = Scheduler.next_micro_batch
+
+    def counted(self: Scheduler) -> MicroBatch | None:
+        steps.append(1)
+        return next_micro_batch(self)
+
+    monkeypatch.setattr(Scheduler, "next_micro_batch", counted)
+    quick = simulate([model], traffic)
+    asked = len(steps)
+    monkeypatch.setattr(rounds, "LEAST", 10**9)
+    slow = simulate([model], traffic)
+    assert asked < 0.5 * (len(steps) - asked)
+    for one, other in zip(quick, slow, strict=True):
+        assert one.number == other.number and one.preemptions == other.preemptions
+        assert one.output_tokens == other.output_tokens
+        assert one.first_token_s == pytest.approx(other.first_token_s, rel=1e-9)
+        assert one.end_s == pytest.approx(other.end_s, rel=1e-9)
 
 
 def test_more_requests_a_second_wait_longer() -> None:
