@@ -1,4 +1,4 @@
-"""Deals architectures out to what is compiled: `make test` compiles a form for one or two."""
+"""Deals architectures out to what is compiled: `make test` compiles a form for one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ BEHIND = (90, 100)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave each form of a kernel to one of those with the least memory, in turn.
+    """Leave each form of a kernel to one architecture.
 
-    A family of kernels is a folder: each other architecture meets some form of it, and of each test
-    one form is compiled for one of BEHIND, of three forms or more the first, the smallest, for it
-    alone. A test marked `everywhere` keeps all of its own. Runs before the root's hook, which thins
-    the rest.
+    Of a test of several forms the first, the smallest, is compiled for one of BEHIND, the others in
+    turn for those with the least memory, as is a test's only form. A family of kernels is a folder:
+    where none has such a test, one form is compiled for one of BEHIND, too. Each other architecture
+    meets some form. A test marked `everywhere` keeps all of its own. Runs before the root's hook,
+    which thins the rest.
     """
     if ALL:
         return
@@ -33,7 +34,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if _dealt(item):
             families.setdefault(item.path.parent, []).append(item)
-    left_out = {item for family in families.values() for item in _not_dealt(family)}
+    kept = {item for family in families.values() for item in _kept(family)}
+    dealt = [item for family in families.values() for item in family]
+    kept |= _met_elsewhere(dealt, kept)
+    left_out = {*dealt} - kept
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
@@ -49,8 +53,8 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
-def _not_dealt(family: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Return those whose form meets another architecture."""
+def _kept(family: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Return one of each form of a folder's tests."""
     forms: Forms = {}
     for item in family:
         others = sorted((k, repr(v)) for k, v in _parameters(item).items() if k != "arch")
@@ -67,40 +71,37 @@ def _not_dealt(family: Sequence[pytest.Item]) -> set[pytest.Item]:
         item = min(items, key=place)
         met[_arch(item)] += 1
         kept.add(item)
-    for number, arch in enumerate(sorted({_arch(item) for item in family} - {*met})):
-        able = [item for item in family if _arch(item) == arch]
-        more = able[number * len(able) // 4 % len(able)]  # not always the first test's
-        more.add_marker("dealt")
-        kept.add(more)
-    return set(family) - kept - _behind(family, kept)
+    if not any(_arch(item) in BEHIND for item in kept):
+        kept |= {_dealt_to(item) for item in [i for i in family if _arch(i) in BEHIND][:1]}
+    return kept
 
 
 def _smallest_behind(forms: Forms) -> set[pytest.Item]:
-    """Return the first form of each test of three or more, for one of BEHIND."""
+    """Return the first form of each test of several, for one of BEHIND."""
     tests: dict[tuple[object, ...], list[list[pytest.Item]]] = {}
     for form, items in forms.items():
         tests.setdefault(form[:2], []).append(items)
     found = set()
     for number, own in enumerate(tests.values()):
         able = [item for item in own[0] if _arch(item) in BEHIND]
-        if len(own) > 2 and able:
+        if len(own) > 1 and able:
             found.add(able[number % len(able)])
     return found
 
 
-def _behind(family: Sequence[pytest.Item], kept: set[pytest.Item]) -> set[pytest.Item]:
-    """Return a form for one of BEHIND of each test that has none of `kept` there."""
-    tests: dict[tuple[object, ...], list[pytest.Item]] = {}
-    for item in family:
-        if _arch(item) in BEHIND:
-            tests.setdefault((item.path, item.originalname), []).append(item)
+def _met_elsewhere(dealt: Sequence[pytest.Item], kept: set[pytest.Item]) -> set[pytest.Item]:
+    """Return a form for each architecture that none of `kept` is for."""
     found = set()
-    for number, items in enumerate(tests.values()):
-        if kept.isdisjoint(items):
-            able = [i for i in items if _arch(i) == BEHIND[number % 2]] or items
-            able[number % len(able)].add_marker("dealt")
-            found.add(able[number % len(able)])
+    for number, arch in enumerate(sorted({*map(_arch, dealt)} - {*map(_arch, kept)})):
+        able = [item for item in dealt if _arch(item) == arch]
+        found.add(_dealt_to(able[number * len(able) // 4 % len(able)]))  # not always the first
     return found
+
+
+def _dealt_to(item: pytest.Item) -> pytest.Item:
+    """Mark a test as one that no thinning leaves out."""
+    item.add_marker("dealt")
+    return item
 
 
 def _arch(item: pytest.Item) -> int:

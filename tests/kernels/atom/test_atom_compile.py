@@ -67,7 +67,13 @@ def test_product_compiles_to_tensor_cores(
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=[pytest.mark.seldom] if arch not in (86, 90) else [])
+        for arch in ARCHITECTURES
+    ],
+)
 def test_every_tile_of_w8a8_fits_every_architecture(
     arch: int, share: Callable[..., Sequence[GemmPlan]]
 ) -> None:

@@ -57,9 +57,16 @@ def box(element: str, shape: list[int], swizzle: int) -> str:
     return f"tensordesc<{element}[{','.join(map(str, shape))}],{layout!r}>"
 
 
-@pytest.mark.thin
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("tokens", [64, 128])
+@pytest.mark.parametrize(
+    ("tokens", "split"),
+    [
+        pytest.param(
+            tokens, split, marks=[] if (tokens, split) == (64, True) else [pytest.mark.seldom]
+        )
+        for tokens in (64, 128)
+        for split in (False, True)
+    ],
+)
 def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(
     tokens: int, split: bool
 ) -> None:
@@ -130,7 +137,7 @@ def _loop_of_products(lines: list[str], count: int) -> list[str]:
     return min(found, key=len)
 
 
-@pytest.mark.parametrize("groups", [31, 111])
+@pytest.mark.parametrize("groups", [31, pytest.param(111, marks=pytest.mark.seldom)])
 def test_codes_times_integer_scales_compile(groups: int) -> None:
     constants = {"G": groups, "OUTLIERS": True, "ALL": 32 if groups == 31 else 128}
     constants |= {"BLOCK_M": 16, "BLOCK_G": 8, "STEPS": 15, "PDL": True, "INTERPRET": False}
@@ -173,7 +180,10 @@ def test_the_gluon_norm_meets_at_few_barriers(norm: int) -> None:
     assert ".local" not in made.ptx
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu", "gelu", "none"])
+@pytest.mark.parametrize(
+    "activation",
+    ["silu", "gelu", *(pytest.param(a, marks=pytest.mark.seldom) for a in ("relu", "none"))],
+)
 def test_the_rotation_runs_on_tensor_cores(activation: str) -> None:
     constants = {"OUTLIERS": 128, "SIGNED": True, "CLIP": 0.95, "G": 111, "STEPS": 4}
     constants |= {"ACT": activation, "ROTATE": activation == "silu", "PDL": True}

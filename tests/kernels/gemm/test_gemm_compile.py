@@ -89,8 +89,18 @@ def test_splitk_kernel_compiles(arch, bits, dtype, symmetric, stages):
         assert "mma.sync" in made.ptx
 
 
+OTHERS = (80, 89, 100)
+"""Beside what has the least memory, Hopper and consumer Blackwell: in `make test-all` only."""
+
+
 @pytest.mark.everywhere
-@pytest.mark.parametrize("arch", [*ARCHITECTURES, CONSUMER_BLACKWELL])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=[pytest.mark.seldom] if arch in OTHERS else [])
+        for arch in (*ARCHITECTURES, CONSUMER_BLACKWELL)
+    ],
+)
 def test_every_tile_that_may_be_chosen_compiles_and_fits(arch, share):
     """The forms that the model of the machine chooses for some product of some model."""
     machine = replace(
@@ -128,9 +138,14 @@ def test_every_tile_that_may_be_chosen_compiles_and_fits(arch, share):
 
 
 @pytest.mark.thin
-@pytest.mark.parametrize("bits,dtype,symmetric", [*VARIANTS, (4, "bf16", False)])
+@pytest.mark.parametrize(
+    "bits,dtype,symmetric",
+    [*VARIANTS, pytest.param(4, "bf16", False, marks=pytest.mark.seldom)],
+)
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "channel"])
-@pytest.mark.parametrize("bm,stages", [(16, 4), (64, 3), (128, 3), (32, 1)])
+@pytest.mark.parametrize(
+    "bm,stages", [(16, 4), (128, 3), (32, 1), pytest.param(64, 3, marks=pytest.mark.seldom)]
+)
 def test_products_in_flight_keep_their_operands(bits, dtype, symmetric, grouped, bm, stages):
     """Sums that wgmma carries from step to step itself are pipelined wrongly (H200: error 23)."""
     constants = _constants(bits, symmetric, 90) | {"GROUPED": grouped, "SCALE_W": False}
@@ -144,8 +159,8 @@ def test_products_in_flight_keep_their_operands(bits, dtype, symmetric, grouped,
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_dequantise_compiles(arch):
-    for bits, dtype, symmetric in VARIANTS:
+def test_dequantise_compiles(arch, share):
+    for bits, dtype, symmetric in share(VARIANTS, 1, (0, 1)):
         constants = _constants(bits, symmetric, arch) | {"BH": 1, "WM": 2}
         _compile(fragment_dequantize_kernel, arch, dtype, constants, num_warps=2)
     _compile(rows_dequantize_kernel, arch, "fp16", _constants(3, True, arch))

@@ -57,6 +57,11 @@ KERNELS = {
     "pairs-lightning": (pairs_kernel, SCAN | FIXED | {"SOLVED": 16, "MERGED": "tf32x3"}, 4),
     "scan-lightning": (scan_kernel, SCAN | FIXED | {"BLOCK_P": 32}, 4),
     "pairs": (pairs_kernel, SCAN | {"DELTA": True, "SOLVED": 16, "MERGED": "tf32x3"}, 4),
+    "pairs-short": (
+        pairs_kernel,
+        SCAN | {"DELTA": True, "SOLVED": 16, "MERGED": "tf32x3", "BLOCK_T": 32},
+        4,
+    ),
     "scan": (scan_kernel, SCAN | {"DELTA": True, "BLOCK_P": 32}, 4),
     "scan-mamba2": (scan_kernel, SCAN | MAMBA | {"BLOCK_P": 32}, 4),
     "scan-float32": (scan_kernel, SCAN | FLOAT32, 4),
@@ -68,13 +73,18 @@ KERNELS = {
         8,
     ),
 }
+LIKE = ("pairs", "scan-float32", "scan-lightning", "delta-few", "mamba2-noted", "delta-step-wide")
+"""In `make test-all` only: in `make test` are smaller ones of the same branches."""
 INTEGERS = ("inputs", "num_rows", "longest", "shortest", "places", "channels", "groups")
 FLOATS = ("scale", "eps", "beta_factor")
 
 
 @pytest.mark.thin
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.seldom] if name in LIKE else []) for name in KERNELS],
+)
 def test_compiles_within_shared_memory(name, arch):
     kernel, constants, warps = KERNELS[name]
     constants = constants | {"PDL": arch >= 90}

@@ -15,7 +15,10 @@ FORMS = ((4, 1, 1), (8, 0, 0), (3, 1, 4), (4, 0, 2))
 @pytest.mark.compile
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC (nvidia-cuda-nvrtc)")
 @pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize("bits,zeros,parts", FORMS)
+@pytest.mark.parametrize(
+    "bits,zeros,parts",
+    [FORMS[0], FORMS[2], *(pytest.param(*f, marks=pytest.mark.seldom) for f in FORMS[1::2])],
+)
 def test_every_form_compiles_for_old_cards(card, bits, zeros, parts, share):
     """In `make test` a form has the largest tile of either kind, and its share of the others."""
     if not nvrtc.compiles_for(card):

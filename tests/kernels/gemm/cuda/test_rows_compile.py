@@ -23,6 +23,11 @@ pytestmark = [
 PLAIN = RowsTile(bits=4, kind="bf16", zeros=True, grouped=True, rows=200, warpgroups=2)
 
 
+def seldom(tile):
+    """In `make test-all` only: every width and kind of number is in `make test` once."""
+    return pytest.param(tile, marks=pytest.mark.seldom)
+
+
 def _machine_code(tile):
     code = nvrtc.compile_text(text(tile))
     return Compiled(cubin=code, ptx="", shared_bytes=tile.shared_bytes).machine_code()
@@ -31,13 +36,14 @@ def _machine_code(tile):
 @pytest.mark.parametrize(
     "tile",
     [
-        PLAIN,
+        seldom(PLAIN),
         replace(PLAIN, rows=256, bits=8),
-        replace(PLAIN, rows=168, bits=8, kind="f16", warpgroups=3),
-        replace(PLAIN, rows=128, kind="f16", zeros=False),
+        seldom(replace(PLAIN, rows=168, bits=8, kind="f16", warpgroups=3)),
+        seldom(replace(PLAIN, rows=128, kind="f16", zeros=False)),
         replace(PLAIN, rows=168, bits=3, warpgroups=3),
-        replace(PLAIN, rows=88, grouped=False),
-        replace(PLAIN, rows=96, bits=3, kind="f16", zeros=False),
+        replace(PLAIN, rows=88, kind="f16", zeros=False, grouped=False),
+        seldom(replace(PLAIN, rows=88, grouped=False)),
+        seldom(replace(PLAIN, rows=96, bits=3, kind="f16", zeros=False)),
     ],
     ids=lambda t: f"{t.bits} {t.kind} {t.warpgroups}x{t.rows}",
 )

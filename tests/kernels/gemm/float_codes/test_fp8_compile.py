@@ -26,6 +26,11 @@ KINDS = (
 )
 
 
+def seldom(*case):
+    """In `make test-all` only: each kernel is in `make test` with its largest tiles."""
+    return pytest.param(*case, marks=pytest.mark.seldom)
+
+
 def compiled(kernel, arch, constants, dtype, w="*u8", **options):
     kinds = KINDS | {"W": w}
     given = {
@@ -40,7 +45,12 @@ def compiled(kernel, arch, constants, dtype, w="*u8", **options):
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
 @pytest.mark.parametrize(
     ("m", "shared", "dtype"),
-    [(1, True, "fp16"), (30, False, "bf16"), (64, False, "fp16"), (200, False, "bf16")],
+    [
+        (1, True, "fp16"),
+        (200, False, "bf16"),
+        seldom(30, False, "bf16"),
+        seldom(64, False, "fp16"),
+    ],
 )
 def test_products_fit(arch, m, shared, dtype):
     tile = fp8_products.tile_of(m, 128)
@@ -65,9 +75,10 @@ def test_products_fit(arch, m, shared, dtype):
 
 @pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
-@pytest.mark.parametrize(("m", "shared", "dtype"), [(1, False, "bf16"), (8, True, "fp16"),
-                                                    (16, False, "bf16"), (64, True, "fp16"),
-                                                    (200, False, "bf16")])  # fmt: skip
+@pytest.mark.parametrize(("m", "shared", "dtype"), [(8, True, "fp16"), (200, False, "bf16"),
+                                                    seldom(1, False, "bf16"),
+                                                    seldom(16, False, "bf16"),
+                                                    seldom(64, True, "fp16")])  # fmt: skip
 def test_products_of_fragments_fit(arch, m, shared, dtype):
     same = {
         "SHARED": shared,
@@ -91,8 +102,8 @@ def test_products_of_fragments_fit(arch, m, shared, dtype):
 
 @pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
-@pytest.mark.parametrize(("bm", "fused", "shared"), [(16, True, False), (64, True, True),
-                                                     (128, False, False)])  # fmt: skip
+@pytest.mark.parametrize(("bm", "fused", "shared"), [(64, True, True), (128, False, False),
+                                                     seldom(16, True, False)])  # fmt: skip
 def test_experts_fit(arch, bm, fused, shared):
     bn, bk, stages, warps = e4m3_experts.tiles(bm, 128, fused=fused)
     constants = {
@@ -116,8 +127,8 @@ def test_experts_fit(arch, bm, fused, shared):
 
 @pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
-@pytest.mark.parametrize(("bm", "fused", "shared"), [(16, True, False), (64, True, True),
-                                                     (128, False, False)])  # fmt: skip
+@pytest.mark.parametrize(("bm", "fused", "shared"), [(64, True, True), (128, False, False),
+                                                     seldom(16, True, False)])  # fmt: skip
 def test_experts_in_fragments_fit(arch, bm, fused, shared):
     high, warps, stages = e4m3_experts.fragment_tiles(bm, 16, fused=fused)
     constants = {
