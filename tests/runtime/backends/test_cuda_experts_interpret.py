@@ -88,6 +88,7 @@ def test_a_layers_experts_are_added_to_the_stream(rows):
     torch.testing.assert_close(stacked.added(x.clone(), biased), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("experts", "rows"), [(5, 1), (5, 2), (40, 3), (40, 12)])
 def test_a_shared_mlp_as_wide_as_an_expert_is_one(experts, rows, gated, monkeypatch):

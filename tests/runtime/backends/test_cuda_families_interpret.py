@@ -130,7 +130,13 @@ def test_tokens_and_scores_equal_a_cpu(kind: str, on_gpu: Run, random_prompts: A
     assert got.tokens == want.tokens and got.furthest(want) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["gemma4 with shared caches", "gemma3n", "llama4"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gemma4 with shared caches",
+        *(pytest.param(kind, marks=pytest.mark.seldom) for kind in ("gemma3n", "llama4")),
+    ],
+)
 def test_stages_and_whole_prompts(
     kind: str, on_gpu: Run, random_prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +163,8 @@ def test_pools_of_windows_beside_heads_of_another_shape(
 
 
 @pytest.mark.parametrize(
-    "kind", ["gemma3n", pytest.param("gemma4", marks=pytest.mark.seldom), "llama4"]
+    "kind",
+    [*(pytest.param(kind, marks=pytest.mark.seldom) for kind in ("gemma3n", "gemma4")), "llama4"],
 )
 def test_packed_blocks(
     kind: str, on_gpu: Run, random_prompts: Any, monkeypatch: pytest.MonkeyPatch
@@ -177,7 +184,10 @@ def test_packed_blocks(
         assert on_gpu(kind, prompts, **options).furthest(want) > few_bits / 10
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("gemma4", "kv4"), ("gemma3n", "w4kv4")])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [pytest.param("gemma4", "kv4", marks=pytest.mark.seldom), ("gemma3n", "w4kv4")],
+)
 def test_drafts(
     kind: str, mode: Any, on_gpu: Run, random_prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +252,15 @@ FAULTS: dict[str, tuple[str, Any, str, Any]] = {
 """What a kind computes, and what stands in its place."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(
+            fault, marks=[pytest.mark.seldom] * (fault in ("sinks", "values", "own inputs"))
+        )
+        for fault in FAULTS
+    ],
+)
 def test_what_is_left_out_is_seen(
     fault: str, on_gpu: Run, random_prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

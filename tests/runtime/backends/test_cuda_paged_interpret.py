@@ -136,7 +136,10 @@ def test_tokens_equal_transformers(kind, tiny_models, random_prompts, make_plan,
     assert compute.mixed_steps > 0, "no chunk ran beside decoding rows"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", pytest.param("llama", id="llama-whole")])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("qwen3", marks=pytest.mark.seldom), pytest.param("llama", id="llama-whole")],
+)
 def test_whole_prompts_attend_to_themselves(
     kind, tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
 ):
@@ -167,7 +170,9 @@ def test_what_requests_share_is_found_again(tiny_models, random_prompts, make_pl
     assert requests[1].num_prefix_hits == 128
 
 
-@pytest.mark.parametrize("kv", ["kv4", "kv8v4", "kv16v2"])
+@pytest.mark.parametrize(
+    "kv", ["kv8v4", *(pytest.param(kv, marks=pytest.mark.seldom) for kv in ("kv4", "kv16v2"))]
+)
 def test_packed_blocks_give_the_tokens_of_a_cpu(
     tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch, kv
 ):
@@ -270,7 +275,7 @@ def for_windows(on_gpu_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "windowed_model,blocks",
-    [("gemma2", 6), ("gpt_oss", 6), ("mistral", 0)],
+    [pytest.param("gemma2", 6, marks=pytest.mark.seldom), ("gpt_oss", 6), ("mistral", 0)],
     indirect=["windowed_model"],
 )
 def test_windows_caps_and_sinks(blocks, windowed_model, random_prompts, make_plan, for_windows):
@@ -296,7 +301,9 @@ def test_frequencies_that_change_with_the_length(models, random_prompts, make_pl
     assert step.ends[:6].tolist() == [6, 12, 12, 12, 2, 2]
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("deepseek_v2", marks=pytest.mark.seldom), "deepseek_v3"]
+)
 def test_latents(kind, models, random_prompts, make_plan, on_gpu_path, monkeypatch):
     """A prompt in chunks beside decoding rows, over a block's end; then prompts that share one."""
     monkeypatch.setattr(
@@ -533,7 +540,7 @@ def test_guided_rows_beside_others_while_steps_run_ahead(
     assert Following.asked_ahead > 0 and compute.blind_steps > 0
 
 
-@pytest.mark.parametrize("splits", [(), (1,)])
+@pytest.mark.parametrize("splits", [pytest.param((), marks=pytest.mark.seldom), (1,)])
 def test_drafts_found_in_the_text_change_no_token(
     splits, tiny_models, random_prompts, make_plan, on_gpu_path
 ):
@@ -566,7 +573,13 @@ def test_drafts_found_in_the_text_change_no_token(
 
 @pytest.mark.parametrize(
     "mode,bits,splits",
-    [("kv4", "w16a16", ()), ("w4kv4", "w16a16", (1,)), ("qspec", "w4a16", ())],
+    [
+        pytest.param("kv4", "w16a16", (), marks=pytest.mark.seldom),
+        pytest.param(
+            "w4kv4", "w16a16", (1,), marks=pytest.mark.seldom
+        ),  # test_cuda_families_interpret.py has one
+        ("qspec", "w4a16", ()),
+    ],
 )
 def test_drafts_by_the_model_change_no_token(
     mode, bits, splits, tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch

@@ -165,7 +165,11 @@ def asked(prompts, new=NEW, **options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "shares"), [("llama", (1, 1)), ("opt", (2, 1, 1)), ("mixtral", (1, 1))]
+    ("kind", "shares"),
+    [
+        ("opt", (2, 1, 1)),
+        *(pytest.param(k, (1, 1), marks=pytest.mark.seldom) for k in ("llama", "mixtral")),
+    ],
 )
 def test_tokens_are_those_of_one_device(kind, shares, tiny_models, random_prompts, make_plan):
     directory, prompts = tiny_models.directory(kind), random_prompts(70, 24, 1, 7)
@@ -206,7 +210,7 @@ def test_drafts_are_verified_by_all_devices(tiny_models, random_prompts, make_pl
     assert drafter.acceptance.refusals + sum(drafter.acceptance.accepted) > 0
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.seldom), "qwen2"])
 def test_the_vocabulary_is_cut(kind, tiny_models, random_prompts, make_plan, monkeypatch):
     """Devices compute logits of few rows together; prompts' scores are the first one's."""
     monkeypatch.setattr(stage_building, "_cuts_head", lambda *_: True)

@@ -17,7 +17,7 @@ from llmpq.kernels.gemm.experts.expert_stack import ExpertStack  # noqa: E402
 from llmpq.kernels.gemm.experts.gated import GateRule  # noqa: E402
 from llmpq.kernels.gemm.float_codes import fp8_products  # noqa: E402
 
-pytestmark = [pytest.mark.interpret, pytest.mark.thin(2)]
+pytestmark = [pytest.mark.interpret, pytest.mark.thin]
 BLOCKS = {"tensor": (None, None), "channel": (1, None), "blocks": (128, 128), "rows": (1, 64)}
 
 

@@ -201,6 +201,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.thin(apart=True)
 @pytest.mark.parametrize(
     "dim,kv,mix,group,dtype,how", SIZES, ids=lambda value: str(getattr(value, "value", value))[:20]
 )
@@ -227,7 +228,11 @@ def test_windows_caps_and_sinks(mix, rule):
     check(KVPrecision.KV4, mix, **shape)
 
 
-@pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV2], ids=lambda kv: kv.value)
+@pytest.mark.parametrize(
+    "kv",
+    [KVPrecision.KV8, pytest.param(KVPrecision.KV2, marks=pytest.mark.seldom)],
+    ids=lambda kv: kv.value,
+)
 def test_rules_in_other_precisions(kv):
     shape = {"heads": 4, "groups": 1, "dim": 64, "dtype": torch.float16, "rule": RULES["all"]}
     want, step, plan, pages, given, asked = check(kv, "mixed", **shape)
