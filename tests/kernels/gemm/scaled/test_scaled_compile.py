@@ -99,7 +99,7 @@ CASES = [
 ]
 
 
-LIKE = ("iq4", "w4 in 64, zeros", "w3 in 64", "nvfp4", "w4 in 32")
+LIKE = ("iq4", "w4 in 64, zeros", "w3 in 64", "nvfp4", "w4 in 32", "mxfp4")
 """Forms whose words are unpacked as those of another, nf4 or w3 in 32, or in products above."""
 IN_FLIGHT = [
     pytest.param(form, marks=[pytest.mark.seldom] if form in LIKE else []) for form in FORMS

@@ -79,7 +79,7 @@ PLACES += [(model, 90) for model in MODELS[1:]]
 MORE = [(*place, kernel) for place in PLACES for kernel in (DECODE, CHUNK)]
 CASES += [seldom(*case) for case in MORE if case not in CASES]
 """Then where it is most, the most common everywhere."""
-RULED_CASES = [(RULED_MODELS[0], 86, DECODE), (RULED_MODELS[1], 89, CHUNK)]
+RULED_CASES = [(RULED_MODELS[0], 86, DECODE)]
 RULED_CASES += [
     seldom(model, arch, kernel)
     for model in RULED_MODELS
