@@ -53,8 +53,7 @@ UNEVEN = [(P.KV16V8, 32, 32, 80, torch.float16), (P.KV16V4, 8, 2, 160, torch.bfl
 RULED_MODELS = [(P.KV4, 64, 8, 64, torch.bfloat16), (P.KV8, 16, 8, 256, torch.bfloat16)]
 APPENDED = [MODELS[0], UNEVEN[0]]
 APPENDED += [
-    pytest.param(model, marks=pytest.mark.seldom)
-    for model in (MODELS[10], MODELS[12], UNEVEN[1])
+    pytest.param(model, marks=pytest.mark.seldom) for model in (MODELS[10], MODELS[12], UNEVEN[1])
 ]
 RULED = Scores(capped=True, windowed=True, chunked=True, sinks=True)
 ALL = (*ARCHITECTURES, CONSUMER_BLACKWELL)
