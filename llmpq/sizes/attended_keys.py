@@ -1,10 +1,13 @@
-"""How many keys a token attends to: all before it, or the last ones where a layer has a window.
+"""How many keys a token attends to: all before it, or as many as a window or an indexer leaves.
 
 Costs take all layers of a model as equal, so these are means over its layers that cache keys. T
 tokens stand in the cache, the new one among them; windows are (w tokens, share of those layers).
 
     keys   min(T, w) of a layer                                    what a decode step reads
     pairs  T^2 / 2, or w T - w^2 / 2 of T > w tokens of a window   what a prompt of T computes
+
+An indexer (DeepSeek V3.2, GLM-5) reads its own key of every token, attention the latents of the w
+that it chooses: a window over a share of what a key takes.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ if TYPE_CHECKING:  # --help opens without it
     from numpy.typing import NDArray
 
 Windows = tuple[tuple[int, float], ...]
-"""(tokens, share of the layers with a cache) of layers that see the last tokens only."""
+"""(tokens, share of what keys take) that is taken for so many keys at most: of the layers with a
+cache those that see the last tokens only, or of a layer what is not the indexer's."""
 Tokens = TypeVar("Tokens", float, "NDArray[np.float64]")
 
 
@@ -30,6 +34,29 @@ def windows_of(spec: ModelSpec, layers: Iterable[int] | None = None) -> Windows:
     caching = [layer for layer in chosen if spec.has_kv(layer)]
     counts = Counter(spec.windows[layer] for layer in caching if spec.is_windowed(layer))
     return tuple((window, count / len(caching)) for window, count in sorted(counts.items()))
+
+
+def chosen_keys(spec: ModelSpec, *, of_pairs: bool) -> Windows:
+    """Return what an indexer leaves of keys on a GPU; a CPU reads and multiplies them all.
+
+    Its share is of the bytes of keys, or (`of_pairs`) of the operations of prompts.
+    """
+    if spec.indexer is None or spec.latent is None:
+        return ()
+    share = spec.latent.dim / spec.head_dim
+    if of_pairs:
+        share = chosen_pair_flops(spec) / (chosen_pair_flops(spec) + index_pair_flops(spec))
+    return ((spec.indexer.topk, share),)
+
+
+def chosen_pair_flops(spec: ModelSpec) -> float:
+    """Return the operations of a query and a chosen key: a score and a sum of latents a head."""
+    return 0.0 if spec.latent is None else 4.0 * spec.heads * spec.latent.dim
+
+
+def index_pair_flops(spec: ModelSpec) -> float:
+    """Return the operations of a query and any key in the indexer: a score a head."""
+    return 0.0 if spec.indexer is None else 2.0 * spec.indexer.heads * spec.indexer.dim
 
 
 def attended_keys(tokens: Tokens, windows: Windows) -> Tokens:

@@ -12,7 +12,8 @@ beyond the sizes that a GPU has graphs of the host's time to enqueue a layer is 
 
 Layers are taken to be equal: of a model whose layers mix tokens in unlike ways an entry is the mean
 of its layers. A recurrent layer reads and writes its state of every request, and reads no keys.
-Layers with a window read the keys in sight only: an entry says the model's windows.
+Layers with a window read the keys in sight only: an entry says the model's windows. Where an
+indexer chooses keys, GPUs read its own ones of all tokens and latents of those it chooses.
 
 A layer with E experts of which each token takes k reads those that its tokens are expected to hit,
 E (1 - (1 - k/E)^tokens): a polyline in the tokens beside the terms. A token is taken to choose its
@@ -44,7 +45,12 @@ from llmpq.memory import Quantization, expert_weight_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import as_group_128
 from llmpq.precision import KVPrecision, Precision, WeightScheme
-from llmpq.sizes.attended_keys import windows_of
+from llmpq.sizes.attended_keys import (
+    chosen_keys,
+    chosen_pair_flops,
+    index_pair_flops,
+    windows_of,
+)
 from llmpq.sizes.kv_format import kv_cache_bytes
 from llmpq.sizes.step_padding import CAPTURED_TOKENS
 from llmpq.workload import DTYPE_BYTES, Dtype
@@ -218,6 +224,8 @@ def _adds(
 
 def attention_flops(spec: ModelSpec) -> float:
     """Return the operations of a pair of tokens, halved as attention is causal."""
+    if spec.indexer is not None:
+        return (chosen_pair_flops(spec) + index_pair_flops(spec)) / 2
     return 2.0 * spec.heads * spec.head_dim if spec.attends(0) else 0.0
 
 
@@ -344,7 +352,8 @@ def _prefill(
                 curve=((captured, 0.0), (captured + 1, ENQUEUE_S), (captured + 2, ENQUEUE_S)),
             )
         )
-    return _unpadded(spec, _entry(device, "layer", Phase.PREFILL, precision, dtype, *regimes))
+    entry = _entry(device, "layer", Phase.PREFILL, precision, dtype, *regimes)
+    return _unpadded(spec, _of_chosen_keys(spec, device, entry))
 
 
 def _decode(
@@ -377,7 +386,7 @@ def _decode(
     link = _decoding_link(device)
     summed = [_with_sums(regime, spec, device, link, width, "v") for regime in regimes]
     entry = _entry(device, "layer", Phase.DECODE, precision, dtype, *summed, kv=kv)
-    return _unpadded(spec, entry)
+    return _unpadded(spec, _of_chosen_keys(spec, device, entry))
 
 
 def _decoding_link(device: Device) -> Link | None:
@@ -404,6 +413,12 @@ def _with_sums(
     added = {"1": fixed_s, tokens: 2 * link.seconds(sent) - fixed_s}
     terms = {term: regime.terms.get(term, 0.0) + s for term, s in added.items()}
     return regime.model_copy(update={"terms": {**regime.terms, **terms}})
+
+
+def _of_chosen_keys(spec: ModelSpec, device: Device, entry: LatencyEntry) -> LatencyEntry:
+    """Return a layer's entry with what a GPU's indexer leaves of keys."""
+    chosen = chosen_keys(spec, of_pairs=entry.phase is Phase.PREFILL)
+    return entry if device.spec.is_cpu else entry.model_copy(update={"windows": chosen})
 
 
 def _unpadded(spec: ModelSpec, entry: LatencyEntry) -> LatencyEntry:

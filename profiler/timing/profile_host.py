@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from llmpq.cluster import Cluster, Device
-from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, taken_length
+from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Phase, taken_length
 from llmpq.devices.kernel_sources import stage_mark
 from llmpq.errors import StageLostError, unknown_name
 from llmpq.memory import CpuActivations
@@ -40,7 +40,7 @@ from llmpq.profiler.timing.worker_processes import (
     set_up_for,
     visible_gpus,
 )
-from llmpq.sizes.attended_keys import windows_of
+from llmpq.sizes.attended_keys import Windows, chosen_keys, windows_of
 from llmpq.version import __version__
 from llmpq.workload import Dtype
 
@@ -361,16 +361,22 @@ def fit_entry(target: Target, samples: Sequence[Sample], spec: ModelSpec) -> Lat
     Attention is fitted to the keys in sight of the layers that were timed, the model's first ones;
     the entry is of all the model's layers.
     """
-    windowed = target.part == "layer" and spec.widest_window > 0
     samples = [s for s in samples if not s.case.launch]
     width, padding = samples[0].conditions.padded_to, samples[0].conditions.padding
+
+    def windows(layers: int) -> Windows:
+        if target.part != "layer":
+            return ()
+        chosen = chosen_keys(spec, of_pairs=target.phase is Phase.PREFILL)
+        return chosen if chosen and padding != "cpu" else windows_of(spec, range(layers))
+
     points = [
         Point(
             v=s.case.v,
             length=int(taken_length(target.phase, s.case.length, width)),
             q_len=s.case.q_len,
             start=s.case.start,
-            windows=windows_of(spec, range(s.timing.layers)) if windowed else (),
+            windows=windows(s.timing.layers),
             seconds=s.timing.seconds,
         )
         for s in samples
@@ -392,7 +398,7 @@ def fit_entry(target: Target, samples: Sequence[Sample], spec: ModelSpec) -> Lat
         regimes=fit.regimes,
         padding=padding,
         padded_to=width,
-        windows=windows_of(spec) if windowed else (),
+        windows=windows(spec.num_layers),
         sampled_v=(min(p.v for p in points), max(p.v for p in points)),
         sampled_length=(min(lengths), max(lengths)) if has_length else None,
         held_out_error=fit.held_out,

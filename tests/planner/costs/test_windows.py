@@ -77,6 +77,33 @@ def test_a_long_context_costs_what_its_cache_holds(name: str) -> None:
     assert more_s == pytest.approx(token * seen / bandwidth(H200[0]))
 
 
+def test_an_indexer_reads_its_keys_and_attention_those_it_chooses() -> None:
+    """On a GPU; a CPU multiplies by all keys, and a prompt's choice is of operations."""
+    spec = ModelSpec.by_name("deepseek-v3.2")
+    assert spec.indexer is not None and spec.latent is not None
+    decode, prefill = (estimated(spec, phase) for phase in (Phase.DECODE, Phase.PREFILL))
+
+    def more_s(short: int, long: int) -> float:
+        return decode.seconds(v=1, length=long) - decode.seconds(v=1, length=short)
+
+    latent, index = spec.latent.dim, spec.indexer.dim
+    assert (latent, index, spec.indexer.topk) == (576, 128, 2048)
+    byte_s = 1 / bandwidth(H200[0])
+    assert more_s(100, 1100) == pytest.approx(1000 * 2 * (latent + index) * byte_s)
+    assert more_s(8_000, 128_000) == pytest.approx(120_000 * 2 * index * byte_s)
+    assert more_s(100, 128_000) == pytest.approx(2 * byte_s * (1948 * latent + 127_900 * index))
+    ((most, share),) = prefill.windows
+    assert most == 2048 and share == pytest.approx(4 * 128 * 576 / (4 * 128 * 576 + 2 * 64 * 128))
+    cpu = estimate_costs(
+        spec,
+        Cluster.load(ROOT / "examples/cpu-two-stages.yaml").devices,
+        dtype="float32",
+        precisions=[Precision.W8A16],
+        quantization=Quantization(),
+    )
+    assert all(not entry.windows for entry in cpu.entries)
+
+
 def test_a_window_that_holds_everything_changes_nothing() -> None:
     plain = ModelSpec.by_name("llama-3.1-8b")
     wide = replace(plain, windows=(131_072,) * plain.num_layers)
