@@ -23,6 +23,7 @@ from llmpq.planner.solving.worker import (
 from llmpq.topology import read_plan
 
 if TYPE_CHECKING:
+    from llmpq.plan import Plan
     from llmpq.planner.problem.problem import Problem
     from llmpq.topology import Topology
 
@@ -34,6 +35,23 @@ def certificate_path(plan_path: str) -> Path:
     """Return where the certificate of a plan file is."""
     path = Path(plan_path)
     return path.with_name(path.name.removesuffix(".json") + ".certificate.json")
+
+
+def save_plan(output: str, plan: Plan | Topology) -> None:
+    """Write a plan file; the certificate beside it, which is of the plan before, goes first."""
+    beside = certificate_path(output)
+    if beside.is_file() and _is_certificate(beside):
+        beside.unlink()
+    plan.save_json(output)
+
+
+def _is_certificate(path: Path) -> bool:
+    """Whether a file was written as a plan's certificate, of this version or another."""
+    try:
+        held: Any = json.loads(path.read_text())
+    except ValueError:  # not JSON, or not text
+        return False
+    return isinstance(held, dict) and {"schema", "plan_sha256", "bound"} <= set(held)
 
 
 def write_certificate(output: str, best: Answer, options: SolveOptions) -> str | None:

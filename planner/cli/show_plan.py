@@ -33,7 +33,11 @@ from llmpq.planner.answer import (
 )
 from llmpq.planner.cli.alternatives import MethodRow, bits_lines, left_out_lines
 from llmpq.planner.cli.arguments import read_flag
-from llmpq.planner.cli.certificates import write_certificate, write_topology_certificate
+from llmpq.planner.cli.certificates import (
+    save_plan,
+    write_certificate,
+    write_topology_certificate,
+)
 from llmpq.planner.cli.own_dtype import beats, closer_refusal, in_own_dtype, of_unused
 from llmpq.planner.cli.show_topology import print_topology, topology_lines
 from llmpq.planner.evaluate.simulator import reported_time
@@ -138,7 +142,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     notes = [*notes, *mtp_notes(best.plan, problem.spec), *prefix_notes(best.plan, problem.spec)]
     proof: str | None = None
     if request.output:
-        best.plan.save_json(request.output)
+        save_plan(request.output, best.plan)
         proof = write_certificate(request.output, best, options)
     if request.json:
         sys.stdout.write(best.plan.dump_json())
@@ -409,7 +413,7 @@ def _show_topology(
         topology = _drafting_engines(topology, found, request.speculate)
     proof: str | None = None
     if request.output:
-        topology.save_json(request.output)
+        save_plan(request.output, topology)
         proof = write_topology_certificate(
             request.output,
             topology,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llmpq.planner.answer import solve_options
+from llmpq.planner.cli.certificates import save_plan
 from llmpq.planner.cli.long_search import line_if_long
 from llmpq.planner.cli.own_dtype import instead_of_float32
 from llmpq.planner.cli.report import print_plan, remarks_of
@@ -83,7 +84,7 @@ def show_traffic(request: PlanRequest) -> None:
         found = search_traffic(job.problem, job.options, job.path, traffic, objective)
     plan = found.plan
     if request.output:
-        plan.save_json(request.output)
+        save_plan(request.output, plan)
     lines = traffic_lines(found, traffic, objective)
     if request.report:
         from llmpq.pictures.plan_page import Beside, plan_page, topology_page

@@ -376,9 +376,13 @@ def test_the_command_says_what_holds_and_what_does_not(
     made.write_text(json.dumps({**json.loads(made.read_text()), "schema": 1}))
     assert main(["verify", str(path)]) == 3
     assert "written by an older llmpq-algo (schema 1, this one checks" in capsys.readouterr().err
-    made.unlink()
+    assert main([*flags, "--method", "heuristic"]) == 0
+    assert not made.exists(), "it was of the plan before"
     assert main(["verify", str(path)]) == 2
     assert "is not there" in capsys.readouterr().err
+    made.write_text('{"schema": 1, "of": "somebody else"}')
+    assert main([*flags, "--method", "heuristic"]) == 0
+    assert made.exists(), "no certificate of ours"
 
 
 @pytest.mark.slow
