@@ -27,10 +27,10 @@ from lib.rows import write_row
 from lost_gpu import generated, stages_of
 
 from llmpq import LLM, SamplingParams
-from llmpq.cluster import Cluster
-from llmpq.cost_model import CostModel
-from llmpq.costs_cache import store_costs
-from llmpq.runtime.elastic import DeviceChange
+from llmpq.costs.cost_model import CostModel
+from llmpq.costs.costs_cache import store_costs
+from llmpq.devices.cluster import Cluster
+from llmpq.runtime.elastic.elastic import DeviceChange
 from llmpq.runtime.launch.plans.manual_plan import requests_of
 from llmpq.workload import Workload
 

@@ -5,7 +5,7 @@
 
 The paper's Figure 10(c) in kind: Llama-3.1-8B's shape with random weights, one GPU, `--memory` for
 weights, KV cache, temporaries and the CUDA context together; the allocator is held to it. The batch
-is the largest that llmpq/memory.py lets in. Requests:
+is the largest that llmpq/sizes/memory.py lets in. Requests:
 
     equal    one batch of `--prompt` and `--gen` tokens: prompts, then tokens for all
     drawn    `--turns` batches with lengths as the authors' own benchmark draws them
@@ -38,16 +38,16 @@ from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.gpu_timing import write_row
 from llmpq.kernels.weights.atom_weight import quantize_atom
 from llmpq.kernels.weights.weight import Weight
-from llmpq.member_memory import planned_shape
-from llmpq.memory import stage_memory
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.member_memory import planned_shape
+from llmpq.plans.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
-from llmpq.runtime.request import Request
+from llmpq.runtime.requests.request import Request
 from llmpq.runtime.weights.sources import RandomSource
+from llmpq.sizes.memory import stage_memory
 from llmpq.sizes.pool_size import PoolSize, planned_pool
 from llmpq.units import parse_size
 from llmpq.workload import Workload

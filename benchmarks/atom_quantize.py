@@ -19,7 +19,7 @@ from lib.rows import RESULTS
 from torch import Tensor
 
 from llmpq.kernels.gpu_timing import write_row
-from llmpq.model_spec import ModelSpec, builtin_configs
+from llmpq.models.model_spec import ModelSpec, builtin_configs
 from llmpq.precision import Precision
 from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model, spread

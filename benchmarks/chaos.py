@@ -26,9 +26,9 @@ from lib.kills import DEMO, quantile, strike, unequal_plan
 from lib.rows import write_row
 
 from llmpq import LLM, SamplingParams
-from llmpq.model_spec import ModelSpec
-from llmpq.runtime.request_output import RequestOutput
-from llmpq.runtime.sampling_params import StructuredOutputsParams
+from llmpq.models.model_spec import ModelSpec
+from llmpq.runtime.requests.request_output import RequestOutput
+from llmpq.runtime.requests.sampling_params import StructuredOutputsParams
 from llmpq.runtime.text.request_factory import PreparedPrompt
 
 MOMENTS = (

@@ -52,13 +52,13 @@ from lib.rows import write_row
 from lib.traces import Arrival, read_trace
 
 from llmpq import LLM, SamplingParams
-from llmpq.plan import Plan
 from llmpq.planner.__main__ import main as plan_main
-from llmpq.planner.simulated import EngineModel, simulate
-from llmpq.runtime.request_output import RequestOutput
+from llmpq.planner.evaluate.engine_simulation import EngineModel, simulate
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import read_plan
+from llmpq.runtime.requests.request_output import RequestOutput
 from llmpq.runtime.tools.chaos import Chaos
 from llmpq.service_measures import ServedRequest, ServiceLimits
-from llmpq.topology import read_plan
 
 COMMAND = [sys.executable, "-m", "llmpq.runtime"]
 SHRINK = 8

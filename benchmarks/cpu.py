@@ -39,8 +39,7 @@ from lib.rows import write_row
 from torch import Tensor
 
 from llmpq.kernels.native import library
-from llmpq.memory import Quantization, default_head_bits
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
@@ -48,11 +47,12 @@ from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.sampling import likeliest
 from llmpq.runtime.models.stage_model import DTYPES
-from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import RaggedStep
+from llmpq.runtime.requests.request import PagedRow
+from llmpq.runtime.steps.step import RaggedStep
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import BLOCK_TOKENS, packed_blocks
+from llmpq.sizes.memory import Quantization, default_head_bits
 from llmpq.sizes.pool_size import PoolSize
 from reference.pipeline import ReferencePipeline
 

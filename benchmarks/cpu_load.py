@@ -30,15 +30,15 @@ from lib.rows import write_row
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmpq.kernels.native.library import best_level, library
-from llmpq.memory import Quantization, default_head_bits
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import QuantizationForm
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import QuantizationForm
 from llmpq.precision import Precision
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.memory import Quantization, default_head_bits
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.workload import Workload
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from llmpq.cost_model import Phase
+from llmpq.costs.cost_model import Phase
 from llmpq.devices.device_spec import canonical_kind, device_specs
 from llmpq.kernels.formats.codebooks import E8M0, Codebook
 from llmpq.kernels.gemm.experts.expert_dispatch import assign
@@ -33,14 +33,14 @@ from llmpq.kernels.weights.codebook_weight import codebook_weight
 from llmpq.kernels.weights.dense_weight import DenseWeight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.kernels.weights.weight import Weight
-from llmpq.memory import Quantization, layer_weight_bytes
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.roofline import experts_hit
 from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.timing.cases import Effort, Sampling, Target, TimedCase
 from llmpq.profiler.timing.timed_layers import TimedModel
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.linear import Linear
+from llmpq.sizes.memory import Quantization, layer_weight_bytes
 
 MADE = LayerTensors.linear
 EFFORT = Effort(seconds=0.3, min_repeats=10)

@@ -26,13 +26,13 @@ from lib.rows import write_row
 from published_configs import published, shrunk
 
 from llmpq import LLM, SamplingParams
-from llmpq.capabilities import lacks
 from llmpq.errors import DoesNotFitError
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.cli.fit_report import FitAnswer, fit_answer
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.requests import FitsRequest
+from llmpq.plans.capabilities import lacks
+from llmpq.plans.plan import Plan
 from llmpq.precision import KVPrecision
 
 MODELS_OF_A_KIND = 3

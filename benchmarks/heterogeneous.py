@@ -34,7 +34,7 @@ from typing import Any
 from lib.heterogeneous_plans import make_plans
 
 from llmpq.errors import ExitCode, LlmpqError
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 
 WARM_UP_TOKENS = 3
 OURS = ("exact", "exact-kv16")
@@ -193,8 +193,8 @@ def since(start_s: float) -> float:
 def make_engine(plan: Plan, args: argparse.Namespace) -> Any:
     """Start the processes of a plan's stages."""
     from llmpq.runtime.launch.pipeline_client import PipelineClient
-    from llmpq.runtime.launch.stages.stage_settings import StageSettings
-    from llmpq.runtime.options import Deadlines, EngineOptions
+    from llmpq.runtime.options.engine_options import Deadlines, EngineOptions
+    from llmpq.runtime.options.stage_settings import StageSettings
 
     settings = StageSettings(
         model_dir=plan.model.name,
@@ -242,8 +242,8 @@ def time_jobs(engine: Any, plan: Plan, repeat: int) -> Timed:
 
 def prompts(plan: Plan, job: int, new: int) -> list[Any]:
     """Return a job's requests: random prompts, no stop, greedy."""
-    from llmpq.model_spec import ModelSpec
-    from llmpq.runtime.request import Request
+    from llmpq.models.model_spec import ModelSpec
+    from llmpq.runtime.requests.request import Request
 
     rng, vocab = random.Random(job), ModelSpec.by_name(plan.model.name).vocab
     length = plan.workload.prompt_len

@@ -31,17 +31,17 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from lib.rows import write_row
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.cache.gpu_paged_kv import GpuPagedKV
-from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
-from llmpq.runtime.request import Mailbox, Request, StepKind, StepMessage
-from llmpq.runtime.trace import Recorder
+from llmpq.runtime.requests.request import Mailbox, Request, StepKind, StepMessage
+from llmpq.runtime.steps.device_copies import HostCopy
+from llmpq.runtime.steps.trace import Recorder
 from llmpq.sizes.pool_size import PoolSize
 
 MODEL = "llama-3.1-8b"

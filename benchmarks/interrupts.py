@@ -34,7 +34,7 @@ import psutil
 from lib.kills import DEMO, quantile, stage_pids, strike, unequal_plan
 from lib.rows import write_row
 
-from llmpq.runtime import control_socket
+from llmpq.runtime.elastic import control_socket
 
 MARK = "LLMPQ_INTERRUPTED"
 """Variable by which the processes of one command are found, whatever their parent is by then."""

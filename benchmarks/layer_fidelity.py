@@ -36,11 +36,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmpq.cluster import Cluster, Device, DeviceGroup
-from llmpq.cost_model import CostModel, LatencyEntry, Phase
+from llmpq.costs.cost_model import CostModel, LatencyEntry, Phase
+from llmpq.devices.cluster import Cluster, Device, DeviceGroup
 from llmpq.kernels.gpu_timing import write_row
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan
 from llmpq.profiler.timing.cases import (
     Effort,
     Sample,

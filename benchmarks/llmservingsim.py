@@ -60,8 +60,8 @@ def main() -> None:
     options = parser.parse_args()
     kv_format.BLOCK_TOKENS = options.block_tokens
     from llmpq.planner.__main__ import main as planner
+    from llmpq.planner.evaluate.engine_simulation import EngineModel, simulate
     from llmpq.planner.make import make_plan
-    from llmpq.planner.simulated import EngineModel, simulate
 
     served = measured_requests(options.folder / RUN / "requests.jsonl")
     measured = ServiceMeasures.of(served, ServiceLimits())

@@ -22,8 +22,8 @@ from pathlib import Path
 from lib.rows import write_row
 
 from llmpq import LLM, SamplingParams
-from llmpq.cluster import Cluster
-from llmpq.plan import Plan
+from llmpq.devices.cluster import Cluster
+from llmpq.plans.plan import Plan
 
 LIMIT_S = 60.0
 

@@ -24,19 +24,19 @@ from torch import Tensor
 
 from llmpq.devices.device_spec import DeviceSpec, canonical_kind, device_specs
 from llmpq.kernels.gpu_timing import write_row
-from llmpq.member_memory import planned_shape
-from llmpq.memory import StageMemory, stage_memory
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.member_memory import planned_shape
+from llmpq.plans.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.gpu.cuda_step_times import step_message
 from llmpq.runtime.backends.stage_runner import StageRunner
-from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.links.peer_links import BufferSizes
+from llmpq.runtime.steps.device_copies import arrived
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
+from llmpq.sizes.memory import StageMemory, stage_memory
 from llmpq.sizes.pool_size import PoolSize, planned_pool
 from llmpq.units import format_size
 from llmpq.workload import Workload

@@ -34,10 +34,9 @@ from typing import Any
 import yaml
 from lib.rows import RESULTS, commit, write_row
 
-from llmpq.cost_model import CostModel
+from llmpq.costs.cost_model import CostModel
 from llmpq.errors import DoesNotFitError
-from llmpq.model_spec import builtin_configs
-from llmpq.planner.answer import answer, checked_plan
+from llmpq.models.model_spec import builtin_configs
 from llmpq.planner.baselines.uniform import by_precision
 from llmpq.planner.cli.show_plan import best_answer, read_job
 from llmpq.planner.cli.show_traffic import traffic_job
@@ -49,6 +48,7 @@ from llmpq.planner.problem.named_inputs import read_model
 from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.solving.answer import answer, checked_plan
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import variants_with_room
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner

@@ -33,13 +33,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from lib.rows import write_row
 
 from llmpq import LLM, SamplingParams
-from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.costs.cost_model import CostModel, LatencyEntry, Phase, Regime
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan
+from llmpq.plans.speculation import expected_tokens
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.launch.plans.manual_plan import manual_plan, on_gpu
 from llmpq.runtime.models.stage_model import DTYPES
-from llmpq.speculation import expected_tokens
 from llmpq.workload import Dtype, Workload
 
 CONFIG: dict[str, Any] = {

@@ -36,12 +36,12 @@ from odd_problems import OddProblem, odd_problem, read_case
 from report.planner_tables import FAR, MARGIN_S, WORSE, summary
 
 from llmpq.errors import BadPlanError, DoesNotFitError
-from llmpq.planner.answer import Answer, answer
 from llmpq.planner.check.check import check_plan
 from llmpq.planner.evaluate.objective import job_time, sum_omega, value
 from llmpq.planner.evaluate.simulator import replay, reported_time
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Unfinished
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.solving.answer import Answer, answer
 from llmpq.planner.solving.methods import SolveOptions
 from reference.random_cases import RandomCase
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import yaml
 
+from llmpq.planner.check.refusal import too_big
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.problem.make_problem import make_problem, parse_kv
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.refusal import too_big
 from reference.random_cases import RandomCase
 
 KINDS = (

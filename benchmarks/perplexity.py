@@ -19,7 +19,7 @@ import torch
 from lib.rows import write_row
 
 from llmpq.kernels.native import library
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES

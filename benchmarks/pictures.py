@@ -18,7 +18,7 @@ from report.front_table import LINES
 from report.table_cells import ROOT
 
 from llmpq.pictures.plan_cards import cards_svg
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 
 WIDE, ROW, LEFT, BAR = 900, 54, 400, 340
 """Pixels: width, height of a comparison, where bars begin, the length of the longest."""

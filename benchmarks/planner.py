@@ -30,7 +30,6 @@ from pathlib import Path
 from lib.paper_clusters import MODELS, cluster_flags
 from lib.rows import write_row
 
-from llmpq.planner.baselines.flexgen import estimate_flexgen
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.evaluate.objective import (
     StageTimes,
@@ -39,6 +38,7 @@ from llmpq.planner.evaluate.objective import (
 )
 from llmpq.planner.evaluate.simulator import replay
 from llmpq.planner.exact.search import solve_exact
+from llmpq.planner.ilp.flexgen import estimate_flexgen
 from llmpq.planner.ilp.solve import solve_ilp
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Infeasible, Outcome

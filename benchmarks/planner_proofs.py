@@ -35,8 +35,6 @@ from lib.rows import RESULTS, commit, write_row
 from odd_problems import larger_pair
 
 from llmpq.errors import DoesNotFitError, LlmpqError
-from llmpq.plan import Plan
-from llmpq.planner.answer import Answer, answer
 from llmpq.planner.check.verify import Refused, verify
 from llmpq.planner.cli.certificates import (
     certificate_path,
@@ -47,9 +45,11 @@ from llmpq.planner.cli.show_plan import best_answer
 from llmpq.planner.evaluate.simulator import replay
 from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.solving.answer import Answer, answer
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
-from llmpq.topology import Topology
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology
 from reference.all_plans import best_of_all
 from reference.all_topologies import best_topology_of_all, shared_problem
 from reference.random_cases import RandomCase, random_case

@@ -20,14 +20,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from lib.rows import write_row
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan
 from llmpq.precision import Precision
 from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.plans.manual_plan import manual_plan, on_gpu
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
-from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.request import Request
+from llmpq.runtime.options.engine_options import EngineOptions
+from llmpq.runtime.options.stage_settings import StageSettings
+from llmpq.runtime.requests.request import Request
 from llmpq.workload import Workload
 
 KINDS = ("pool", "pool_stop")

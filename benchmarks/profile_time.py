@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from llmpq.cost_model import CostModel
+from llmpq.costs.cost_model import CostModel
 from llmpq.kernels.gpu_timing import write_row
 
 RESULTS = Path(__file__).parent / "results" / "fidelity.jsonl"

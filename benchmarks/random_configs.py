@@ -25,7 +25,7 @@ import transformers
 from lib.drawn_runs import DrawnPrompts, DrawnRun, Oracle
 
 from llmpq.families import FAMILIES
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from reference.mtp_models import make_mtp_model
 
 STAGES = (1, 2, 3)

@@ -20,19 +20,19 @@ import torch
 
 from llmpq.devices.device_spec import canonical_kind, device_specs
 from llmpq.kernels.gpu_timing import write_row
-from llmpq.memory import Quantization, expert_weight_bytes
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.roofline import experts_hit
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.build_stage import stage_over_pool
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import PagedRow, StepKind, StepMessage
-from llmpq.runtime.step import message_of_rows
+from llmpq.runtime.requests.request import PagedRow, StepKind, StepMessage
+from llmpq.runtime.steps.step import message_of_rows
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import BLOCK_TOKENS
+from llmpq.sizes.memory import Quantization, expert_weight_bytes
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.state_size import state_bytes
 

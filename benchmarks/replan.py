@@ -17,12 +17,12 @@ from pathlib import Path
 from lib.paper_clusters import MODELS
 from lib.rows import write_row
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import DoesNotFitError
-from llmpq.model_spec import ModelSpec
-from llmpq.runtime.auto_plan import plan_job
-from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.replan import Replanner
+from llmpq.models.model_spec import ModelSpec
+from llmpq.runtime.elastic.replan import Replanner
+from llmpq.runtime.launch.plans.auto_plan import plan_job
+from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.workload import Workload
 
 CLUSTERS = Path(__file__).parents[1] / "clusters" / "paper"

@@ -25,7 +25,7 @@ from report.table_cells import ROOT
 from browser import Browser, browser
 from llmpq.pictures.plan_page import plan_page
 from llmpq.pictures.run_page import run_page
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 
 DOCS = ROOT / "docs"
 VIEWS = {

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import yaml
 from lib.rows import write_row
 
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 
 ONE = ("--engines", "1")
 """The planner's flags for one engine."""
@@ -141,7 +141,7 @@ def emulated(args: argparse.Namespace) -> Path:
 
 def devices_of(cluster: Path) -> list[Any]:
     """Return a cluster's devices."""
-    from llmpq.cluster import Cluster
+    from llmpq.devices.cluster import Cluster
 
     return list(Cluster.load(cluster).devices)
 

@@ -27,17 +27,17 @@ import torch
 from lib.rows import write_row
 
 from llmpq.kernels import gpu_timing
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.speculation import SpeculationMode
 from llmpq.precision import Precision
 from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
-from llmpq.runtime.request import Request
+from llmpq.runtime.requests.request import Request
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import planned_pool
-from llmpq.speculation import SpeculationMode
 from llmpq.workload import Workload
 from reference.open_stages import OpenStages
 

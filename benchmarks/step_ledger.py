@@ -28,17 +28,17 @@ from lib.rows import write_row
 from recurrent_gpu import message, seconds, stage, step_bytes
 
 from llmpq.devices.device_spec import canonical_kind, device_specs
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.models.layers import Attention, DecoderLayer
 from llmpq.runtime.models.mlps import GatedMLP
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import StepKind
+from llmpq.runtime.requests.request import StepKind
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import BLOCK_TOKENS
+from llmpq.sizes.memory import Quantization
 
 DEVICE, DTYPE = torch.device("cuda:0"), torch.bfloat16
 KINDS = {

@@ -12,7 +12,7 @@ import math
 import random
 from pathlib import Path
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
 

@@ -28,9 +28,9 @@ from lib.rows import write_row
 from serve_load import free_port, wait_until_ready
 
 from llmpq.planner.__main__ import main as plan_main
-from llmpq.planner.simulated import simulate_plan
+from llmpq.planner.evaluate.engine_simulation import simulate_plan
+from llmpq.plans.topology import read_plan
 from llmpq.service_measures import ServedRequest, ServiceLimits, ServiceMeasures
-from llmpq.topology import read_plan
 from llmpq.traffic import Arrival, poisson_traffic
 
 ROOT = Path(__file__).parents[1]

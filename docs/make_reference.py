@@ -18,16 +18,16 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from llmpq.cluster import Cluster
 from llmpq.commands.command_line import CommandParser
-from llmpq.plan import Plan
+from llmpq.devices.cluster import Cluster
 from llmpq.planner.cli import arguments
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology
 from llmpq.profiler.cli import flags as profiler_flags
 from llmpq.runtime.cli import tool_flags
 from llmpq.runtime.cli.chat_flags import chat_parser
 from llmpq.runtime.cli.run_flags import run_parser
 from llmpq.runtime.cli.serve_flags import serve_parser
-from llmpq.topology import Topology
 
 FOLDER = Path(__file__).resolve().parent / "reference"
 MADE = "<!-- made by docs/make_reference.py from the code; do not edit -->\n"

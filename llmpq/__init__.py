@@ -20,25 +20,25 @@ from llmpq.python_names import COMMAND_OF, python_door
 from llmpq.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from llmpq.plan import Plan as Plan
     from llmpq.planner.make import make_plan as make_plan
-    from llmpq.runtime.llm import LLM as LLM
-    from llmpq.runtime.llm import CompletionOutput as CompletionOutput
-    from llmpq.runtime.llm import EngineOptions as EngineOptions
-    from llmpq.runtime.llm import Logprob as Logprob
-    from llmpq.runtime.llm import RequestOutput as RequestOutput
-    from llmpq.runtime.llm import SamplingParams as SamplingParams
-    from llmpq.runtime.llm import StructuredOutputsParams as StructuredOutputsParams
+    from llmpq.plans.plan import Plan as Plan
+    from llmpq.runtime.entrypoints.llm import LLM as LLM
+    from llmpq.runtime.entrypoints.llm import CompletionOutput as CompletionOutput
+    from llmpq.runtime.entrypoints.llm import EngineOptions as EngineOptions
+    from llmpq.runtime.entrypoints.llm import Logprob as Logprob
+    from llmpq.runtime.entrypoints.llm import RequestOutput as RequestOutput
+    from llmpq.runtime.entrypoints.llm import SamplingParams as SamplingParams
+    from llmpq.runtime.entrypoints.llm import StructuredOutputsParams as StructuredOutputsParams
 
 _DOOR = {
-    "LLM": "llmpq.runtime.llm",
-    "EngineOptions": "llmpq.runtime.llm",
-    "SamplingParams": "llmpq.runtime.llm",
-    "StructuredOutputsParams": "llmpq.runtime.llm",
-    "RequestOutput": "llmpq.runtime.llm",
-    "CompletionOutput": "llmpq.runtime.llm",
-    "Logprob": "llmpq.runtime.llm",
-    "Plan": "llmpq.plan",
+    "LLM": "llmpq.runtime.entrypoints.llm",
+    "EngineOptions": "llmpq.runtime.entrypoints.llm",
+    "SamplingParams": "llmpq.runtime.entrypoints.llm",
+    "StructuredOutputsParams": "llmpq.runtime.entrypoints.llm",
+    "RequestOutput": "llmpq.runtime.entrypoints.llm",
+    "CompletionOutput": "llmpq.runtime.entrypoints.llm",
+    "Logprob": "llmpq.runtime.entrypoints.llm",
+    "Plan": "llmpq.plans.plan",
     "make_plan": "llmpq.planner.make",
 }
 """Name -> the module that has it."""

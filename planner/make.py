@@ -18,19 +18,18 @@ from typing import Any, Literal
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import at_revision
-from llmpq.cluster import Cluster
 from llmpq.commands.command_line import token_count
-from llmpq.cost_model import CostModel
-from llmpq.default_dtype import dtype_note
+from llmpq.costs.cost_model import CostModel
+from llmpq.devices.cluster import Cluster
+from llmpq.devices.default_dtype import dtype_note
 from llmpq.errors import DoesNotFitError, unknown_name
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, Prefer
-from llmpq.planner.answer import Answer, answer, one_engine, solve_options
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.check.build_plan import build_plan
+from llmpq.planner.check.refusal import NothingFitsError
 from llmpq.planner.evaluate.objective import value as objective_of
 from llmpq.planner.evaluate.simulator import step_note
-from llmpq.planner.limits import positions_note
 from llmpq.planner.problem.known_plan import KnownPlan, PlanSearch
+from llmpq.planner.problem.limits import positions_note
 from llmpq.planner.problem.make_problem import (
     BuiltProblem,
     ProblemInputs,
@@ -40,8 +39,9 @@ from llmpq.planner.problem.make_problem import (
 from llmpq.planner.problem.outcome import Outcome
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import DTYPES, PREFERENCES, FitsRequest, PlanRequest
-from llmpq.planner.refusal import NothingFitsError
+from llmpq.planner.solving.answer import Answer, answer, one_engine, solve_options
 from llmpq.planner.solving.methods import PLANNERS, SolveOptions, within
+from llmpq.plans.plan import Plan, Prefer
 from llmpq.precision import Precision
 from llmpq.workload import Workload
 

@@ -344,7 +344,7 @@ def random_prompts() -> Callable[..., list[list[int]]]:
 @pytest.fixture(scope="session")
 def make_plan() -> Callable[..., Any]:
     """Return a maker of hand-written plans over CPU stages between `splits`."""
-    from llmpq.model_spec import ModelSpec
+    from llmpq.models.model_spec import ModelSpec
     from llmpq.precision import Precision
     from llmpq.runtime.launch.plans.manual_plan import manual_plan
     from llmpq.workload import Workload

@@ -18,14 +18,14 @@ from typing import Any
 
 from torch import Tensor
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.drafts.drafters import Drafter, FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
-from llmpq.runtime.request import MicroBatch, Request
-from llmpq.runtime.token_rules import LogitsConstraints
+from llmpq.runtime.requests.request import MicroBatch, Request
+from llmpq.runtime.requests.token_rules import LogitsConstraints
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import BLOCK_TOKENS, spanned_blocks
 from llmpq.sizes.pool_size import PoolSize

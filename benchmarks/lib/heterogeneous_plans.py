@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.cluster import Cluster
-from llmpq.plan import Plan
+from llmpq.devices.cluster import Cluster
+from llmpq.plans.plan import Plan
 from llmpq.precision import KVPrecision
 
 METHODS = ("pipeedge", "uniform", "adabits")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan
 from llmpq.precision import Precision
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.workload import Workload

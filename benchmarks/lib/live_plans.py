@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.launch.plans.manual_plan import manual_plan, on_gpu, with_pool_room
 from llmpq.workload import Workload

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from report.table_cells import ROOT
 
 from llmpq.planner.check.check import check_run
+from llmpq.plans.shared_run import SharedRun
 from llmpq.precision import bits_of
-from llmpq.shared_run import SharedRun
 
 FOLDER = ROOT / "benchmarks" / "data" / "community"
 COLUMNS = (

@@ -65,7 +65,7 @@ def attend_blocks(
     """Return [B, H, D] of each row's query over its blocks of the pool [N, G, D].
 
     The query sees its row's last `window` tokens, all for 0. Slopes: as in
-    runtime/models/attention.py.
+    runtime/cache/attention.py.
     """
     if not native_takes(q_BHD, k_NGD):
         return attend_gathered(

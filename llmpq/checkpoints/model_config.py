@@ -29,6 +29,7 @@ from llmpq.families.common.config_values import (
     size,
     token_ids,
 )
+from llmpq.families.common.record import Family
 from llmpq.families.not_run import (
     FURTHER_LAYERS,
     LEFT_OUT,
@@ -37,7 +38,6 @@ from llmpq.families.not_run import (
     lacking,
     no_language_model,
 )
-from llmpq.families.record import Family
 from llmpq.file_form import broken_link, lfs_pointer
 
 BOOKKEEPING = frozenset(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmpq.cluster import Cluster, Links
+from llmpq.devices.cluster import Cluster, Links
 from llmpq.devices.device_spec import device_specs
 from llmpq.devices.device_text import CPU_THREADS, MAX_COUNT, groups_of_text
 from llmpq.devices.this_machine import MIB, NODE, Host, MachineDevices, cpu_group, gpu_group

@@ -4,7 +4,7 @@ A layer has two parts that end in a sum over the devices, attention and MLP: eac
 the device whose cut of it (`Member.own`) takes longest, so a group's rates are those of the whole
 layer over the sum of both. Sums take 2 x (latency + 2 (n - 1) / n x bytes of a token's hidden state
 / rate). The output matrix is the first device's alone. What a group has room for is counted device
-by device (planner/costs/stage_memory.py); its own memory is that of all together.
+by device (planner/problem/stage_memory.py); its own memory is that of all together.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from llmpq.cluster import Cluster, Device, Link
-from llmpq.model_spec import ModelSpec
-from llmpq.tensor_parallel import Member
+from llmpq.devices.cluster import Cluster, Device, Link
+from llmpq.models.model_spec import ModelSpec
+from llmpq.models.tensor_parallel import Member
 
 HOST_LINK = Link(gbps=40, latency_us=100)
 """Sums between processes of one host over gloo, about."""

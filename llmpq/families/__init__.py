@@ -64,7 +64,7 @@ from llmpq.families import (
     starcoder2,
     youtu,
 )
-from llmpq.families.record import Family
+from llmpq.families.common.record import Family
 
 FAMILIES: dict[str, Family] = {
     family.name: family

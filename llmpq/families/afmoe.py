@@ -15,6 +15,7 @@ from typing import Any
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, expect, flag, number, size
 from llmpq.families.common.mixture_config import counts, dense_fields, expert_names
+from llmpq.families.common.record import linear_names, norm_names
 from llmpq.families.common.rotary_families import (
     SLIDING,
     alternating,
@@ -23,7 +24,6 @@ from llmpq.families.common.rotary_families import (
     windows,
 )
 from llmpq.families.common.spec_values import Router
-from llmpq.families.record import linear_names, norm_names
 
 FULL_EVERY = 4
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, flag
+from llmpq.families.common.record import Arrange, linear_names, norm_names
 from llmpq.families.common.rotary_families import rotary_fields
-from llmpq.families.record import Arrange, linear_names, norm_names
 
 SLOPE, BELOW = 0.5, -1e-6
 """xIELU's slope, and the number that it takes in place of larger ones in e^x: both constant."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config
+from llmpq.families.common.record import linear_names
 from llmpq.families.common.rotary_families import rotary_fields
-from llmpq.families.record import linear_names
 
 
 def fields(config: Config) -> dict[str, Any]:

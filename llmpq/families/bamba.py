@@ -10,9 +10,9 @@ from typing import Any
 
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config
+from llmpq.families.common.record import linear_names, norm_names
 from llmpq.families.common.recurrent_config import mamba2, mixer_names
 from llmpq.families.common.rotary_families import rotary_fields
-from llmpq.families.record import linear_names, norm_names
 
 
 def fields(config: Config) -> dict[str, Any]:

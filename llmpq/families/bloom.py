@@ -6,7 +6,7 @@ from typing import Any
 
 from llmpq.families.common.config_values import Config, expect, flag, number, size
 from llmpq.families.common.plain_families import by_head
-from llmpq.families.record import Arrange, Family, NameTable, linear_names, norm_names
+from llmpq.families.common.record import Arrange, Family, NameTable, linear_names, norm_names
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from llmpq.families import glm4, llama
 from llmpq.families.common.config_values import Config, flag, number, size
+from llmpq.families.common.record import Arrange
 from llmpq.families.common.rotary_families import (
     SLIDING,
     alternating,
@@ -21,7 +22,6 @@ from llmpq.families.common.rotary_families import (
     rotary_fields,
     window_size,
 )
-from llmpq.families.record import Arrange
 
 FULL_EVERY = 4
 

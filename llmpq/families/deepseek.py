@@ -18,11 +18,11 @@ from typing import Any
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, expect, number, size
 from llmpq.families.common.mixture_config import counts, expert_names, first_layers, groups
+from llmpq.families.common.record import LAYER_MTP, Arrange, linear_names, norm_names
 from llmpq.families.common.rope import yarn_score_factor
 from llmpq.families.common.rotary_families import pairs_to_halves, rotary_fields
 from llmpq.families.common.spec_values import Indexer, Latent, Router
 from llmpq.families.glm4_moe import mixture
-from llmpq.families.record import LAYER_MTP, Arrange, linear_names, norm_names
 
 
 def fields(config: Config, dense: tuple[int, ...] | None = None) -> dict[str, Any]:

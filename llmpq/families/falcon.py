@@ -12,8 +12,8 @@ from typing import Any
 
 from llmpq.families.common.config_values import Config, expect, flag, size
 from llmpq.families.common.plain_families import Renamed, by_head
+from llmpq.families.common.record import Arrange, Family, NameTable, linear_names, norm_names
 from llmpq.families.common.rotary_families import plain_rotary_fields
-from llmpq.families.record import Arrange, Family, NameTable, linear_names, norm_names
 
 ONE, TWO = 1, 2
 CALLED = {

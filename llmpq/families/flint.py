@@ -11,6 +11,7 @@ from typing import Any
 from llmpq.families import llama, qwen3_moe
 from llmpq.families.common.config_values import Config, flag, size
 from llmpq.families.common.mixture_config import counts, expert_names
+from llmpq.families.common.record import linear_names
 from llmpq.families.common.rotary_families import (
     FULL,
     SLIDING,
@@ -19,7 +20,6 @@ from llmpq.families.common.rotary_families import (
     windows,
 )
 from llmpq.families.common.spec_values import Router
-from llmpq.families.record import linear_names
 
 FULL_EVERY, FIRST_DENSE = 4, (0, 1)
 """Of a config that does not list its layers: every fourth from the second on sees all tokens, so do

@@ -17,9 +17,9 @@ from typing import Any
 
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, expect, is_given, number, size
+from llmpq.families.common.record import ABOVE_ONE, norm_names
 from llmpq.families.common.rope import window_theta
 from llmpq.families.common.rotary_families import alternating, layer_kinds, rotary_fields, windows
-from llmpq.families.record import ABOVE_ONE, norm_names
 
 FULL_EVERY = {"gemma2": 2, "vaultgemma": 2, "gemma3": 6}
 

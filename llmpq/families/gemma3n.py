@@ -15,10 +15,10 @@ from typing import Any
 
 from llmpq.families import gemma, gemma4
 from llmpq.families.common.config_values import Config, flag, size
+from llmpq.families.common.record import linear_names, norm_names
 from llmpq.families.common.rope import window_theta
 from llmpq.families.common.rotary_families import alternating, layer_kinds, rotary_fields, windows
 from llmpq.families.common.spec_values import AltUp
-from llmpq.families.record import linear_names, norm_names
 
 FULL_EVERY = 5
 SPARSE_LAYERS, SPARSITY = 10, 0.95

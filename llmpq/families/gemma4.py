@@ -25,6 +25,7 @@ from llmpq.families.common.config_values import (
     size,
 )
 from llmpq.families.common.mixture_config import counts
+from llmpq.families.common.record import linear_names, norm_names
 from llmpq.families.common.rope import window_theta
 from llmpq.families.common.rotary_families import (
     FULL,
@@ -35,7 +36,6 @@ from llmpq.families.common.rotary_families import (
     windows,
 )
 from llmpq.families.common.spec_values import Router
-from llmpq.families.record import linear_names, norm_names
 
 FULL_EVERY = 6
 GLOBAL_HEAD_DIM = 512

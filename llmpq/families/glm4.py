@@ -13,8 +13,8 @@ from typing import Any
 
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, flag
+from llmpq.families.common.record import Arrange, linear_names, norm_names
 from llmpq.families.common.rotary_families import pairs_to_halves, rotary_fields, rotated_channels
-from llmpq.families.record import Arrange, linear_names, norm_names
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from llmpq.families.common.mixture_config import (
     first_layers,
     groups,
 )
+from llmpq.families.common.record import LAYER_MTP
 from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.common.spec_values import Router
-from llmpq.families.record import LAYER_MTP
 
 
 def fields(config: Config) -> dict[str, Any]:

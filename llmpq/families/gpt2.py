@@ -13,7 +13,7 @@ from typing import Any
 
 from llmpq.families.common.config_values import Config, expect, flag
 from llmpq.families.common.plain_families import by_head, gpt_fields
-from llmpq.families.record import Arrange, Family, NameTable, linear_names, norm_names
+from llmpq.families.common.record import Arrange, Family, NameTable, linear_names, norm_names
 
 SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
 """Keys `summary_...` of a classifier's head."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from llmpq.families.common.config_values import Config, flag
 from llmpq.families.common.plain_families import Renamed, by_head
+from llmpq.families.common.record import Arrange, Family, NameTable, linear_names, norm_names
 from llmpq.families.common.rotary_families import plain_rotary_fields
-from llmpq.families.record import Arrange, Family, NameTable, linear_names, norm_names
 
 OLDER = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 

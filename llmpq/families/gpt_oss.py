@@ -16,9 +16,9 @@ from typing import Any
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, flag, number
 from llmpq.families.common.mixture_config import counts
+from llmpq.families.common.record import Arrange, linear_names
 from llmpq.families.common.rotary_families import alternating, layer_kinds, rotary_fields, windows
 from llmpq.families.common.spec_values import Router
-from llmpq.families.record import Arrange, linear_names
 
 FULL_EVERY = 2
 

@@ -13,7 +13,7 @@ from typing import Any
 from llmpq.families import glm4
 from llmpq.families.common.config_values import Config, size
 from llmpq.families.common.plain_families import gpt_fields
-from llmpq.families.record import Arrange, Family, NameTable, linear_names, norm_names
+from llmpq.families.common.record import Arrange, Family, NameTable, linear_names, norm_names
 
 THETA = 10000.0
 QUARTERS = 4

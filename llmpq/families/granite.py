@@ -24,9 +24,9 @@ from llmpq.families.common.config_values import (
     size,
 )
 from llmpq.families.common.mixture_config import counts
+from llmpq.families.common.record import linear_names, norm_names
 from llmpq.families.common.recurrent_config import mamba2, mixer_names, mixers
 from llmpq.families.common.rotary_families import rotary_fields
-from llmpq.families.record import linear_names, norm_names
 
 SHARED = "shared."
 

@@ -11,9 +11,9 @@ from typing import Any
 from llmpq.families import deepseek, glm4_moe, llama
 from llmpq.families.common.config_values import Config, expect, flag, number, size
 from llmpq.families.common.mixture_config import counts, dense_fields, expert_names
+from llmpq.families.common.record import linear_names
 from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.common.spec_values import Router
-from llmpq.families.record import linear_names
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from llmpq.families import deepseek, llama
 from llmpq.families.common.config_values import Config, epsilon, expect, section, size
 from llmpq.families.common.mixture_config import expert_names
 from llmpq.families.common.plain_families import Renamed
+from llmpq.families.common.record import linear_names
 from llmpq.families.common.recurrent_config import mixer_names, mixers
 from llmpq.families.common.spec_values import Latent, Recurrent
 from llmpq.families.glm4_moe import mixture
-from llmpq.families.record import linear_names
 
 ATTENTION_EVERY = 4
 

@@ -13,10 +13,10 @@ from typing import Any
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, flag, number, size
 from llmpq.families.common.mixture_config import counts
+from llmpq.families.common.record import linear_names, norm_names
 from llmpq.families.common.recurrent_config import mixer_names, mixers
 from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.common.spec_values import Recurrent, Router
-from llmpq.families.record import linear_names, norm_names
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from typing import Any
 
 from llmpq.families import lfm2, llama
 from llmpq.families.common.config_values import Config, flag, size
+from llmpq.families.common.record import norm_names
 from llmpq.families.common.recurrent_config import mixers
 from llmpq.families.common.rope import window_theta
 from llmpq.families.common.rotary_families import FULL, SLIDING, rotary_fields, windows
 from llmpq.families.common.spec_values import Recurrent
-from llmpq.families.record import norm_names
 
 CONV, EVERY = "conv", 4
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmpq.families.common.config_values import Config, flag
+from llmpq.families.common.record import Family, NameTable, linear_names, norm_names
 from llmpq.families.common.rotary_families import (
     FULL,
     SLIDING,
@@ -18,7 +19,6 @@ from llmpq.families.common.rotary_families import (
     rotary_fields,
     windows,
 )
-from llmpq.families.record import Family, NameTable, linear_names, norm_names
 
 CWM_FULL_EVERY = 4
 

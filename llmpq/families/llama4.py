@@ -17,9 +17,9 @@ from typing import Any
 from llmpq.families import glm4, llama
 from llmpq.families.common.config_values import Config, flag, is_given, number, size
 from llmpq.families.common.mixture_config import counts
+from llmpq.families.common.record import linear_names
 from llmpq.families.common.rotary_families import FULL, layer_kinds, rotary_fields
 from llmpq.families.common.spec_values import QueryGrowth, Router
-from llmpq.families.record import linear_names
 
 CHUNKED = "chunked_attention"
 NO_ROPE_EVERY = 4

@@ -14,10 +14,10 @@ from typing import Any
 from llmpq.families import minimax_m2, mixtral
 from llmpq.families.common.config_values import Config, head_size, is_given, number
 from llmpq.families.common.mixture_config import counts
+from llmpq.families.common.record import Arrange
 from llmpq.families.common.recurrent_config import mixer_names, mixers
 from llmpq.families.common.rotary_families import rotary_fields, window_size
 from llmpq.families.common.spec_values import NormedStream, Recurrent
-from llmpq.families.record import Arrange
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from typing import Any
 from llmpq.families import deepseek, llama
 from llmpq.families.common.config_values import Config, flag, number, size
 from llmpq.families.common.mixture_config import counts, first_layers, groups
+from llmpq.families.common.record import linear_names
 from llmpq.families.common.rope import GROWTH, query_growth
 from llmpq.families.common.rotary_families import rotary_fields, window_size
 from llmpq.families.common.spec_values import Router
-from llmpq.families.record import linear_names
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config
 from llmpq.families.common.mixture_config import counts
+from llmpq.families.common.record import linear_names
 from llmpq.families.common.rotary_families import everywhere, rotary_fields
-from llmpq.families.record import linear_names
 
 _MOE = "layers.{i}.block_sparse_moe"
 _EXPERT = f"{_MOE}.experts.{{e}}"

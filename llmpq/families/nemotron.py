@@ -12,8 +12,8 @@ from typing import Any
 
 from llmpq.families import arcee, llama
 from llmpq.families.common.config_values import Config
+from llmpq.families.common.record import ABOVE_ONE
 from llmpq.families.common.rotary_families import plain_rotary_fields
-from llmpq.families.record import ABOVE_ONE
 
 
 def fields(config: Config) -> dict[str, Any]:

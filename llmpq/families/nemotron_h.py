@@ -17,9 +17,9 @@ from typing import Any
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, epsilon, expect, flag, number, size
 from llmpq.families.common.mixture_config import counts, groups
+from llmpq.families.common.record import linear_names
 from llmpq.families.common.recurrent_config import mixer_names
 from llmpq.families.common.spec_values import Mixer, Recurrent, Router
-from llmpq.families.record import linear_names
 
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 MIXERS: dict[str, Mixer] = {

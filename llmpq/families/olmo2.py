@@ -12,9 +12,9 @@ from typing import Any
 
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, expect
+from llmpq.families.common.record import norm_names
 from llmpq.families.common.rope import window_theta
 from llmpq.families.common.rotary_families import alternating, layer_kinds, rotary_fields, windows
-from llmpq.families.record import norm_names
 
 FULL_EVERY = 4
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from llmpq.families import llama, olmo2
 from llmpq.families.common.config_values import Config, expect, flag, section, size
+from llmpq.families.common.record import norm_names
 from llmpq.families.common.recurrent_config import mixer_names, mixers
 from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.common.spec_values import Recurrent
-from llmpq.families.record import norm_names
 
 ATTENTION_EVERY = 4
 GATED_NORM_EPS = 1e-5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmpq.families.common.config_values import Config, expect, flag, size
-from llmpq.families.record import Family, NameTable, linear_names, norm_names
+from llmpq.families.common.record import Family, NameTable, linear_names, norm_names
 
 
 def fields(config: Config) -> dict[str, Any]:

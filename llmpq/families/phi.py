@@ -12,8 +12,8 @@ from typing import Any
 
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, flag
+from llmpq.families.common.record import linear_names, norm_names
 from llmpq.families.common.rotary_families import plain_rotary_fields
-from llmpq.families.record import linear_names, norm_names
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, flag, size
+from llmpq.families.common.record import Family
 from llmpq.families.common.rotary_families import FULL, SLIDING, layer_kinds, rotary_fields, windows
-from llmpq.families.record import Family
 
 
 def fields(config: Config) -> dict[str, Any]:

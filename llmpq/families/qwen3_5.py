@@ -12,11 +12,11 @@ from typing import Any
 from llmpq.families import llama, qwen3_next
 from llmpq.families.common.config_values import Config, size
 from llmpq.families.common.mixture_config import counts
+from llmpq.families.common.record import MODULE_MTP
 from llmpq.families.common.recurrent_config import mixer_names
 from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.common.spec_values import Router
 from llmpq.families.qwen3_next import ARRANGE, EXPERTS, hybrid_fields
-from llmpq.families.record import MODULE_MTP
 
 
 def fields(config: Config) -> dict[str, Any]:

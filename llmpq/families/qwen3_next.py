@@ -16,10 +16,10 @@ from typing import Any
 from llmpq.families import llama, qwen3_moe
 from llmpq.families.common.config_values import Config, flag, size
 from llmpq.families.common.mixture_config import counts, expert_names
+from llmpq.families.common.record import ABOVE_ONE, MODULE_MTP, Arrange, linear_names
 from llmpq.families.common.recurrent_config import mixer_names, mixers
 from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.common.spec_values import Recurrent, Router
-from llmpq.families.record import ABOVE_ONE, MODULE_MTP, Arrange, linear_names
 
 _ATTENTION_EVERY = 4
 

@@ -10,7 +10,7 @@ from llmpq.precision import Precision
 from llmpq.sizes.state_size import state_bytes
 
 if TYPE_CHECKING:
-    from llmpq.plan import Plan, StagePlan
+    from llmpq.plans.plan import Plan, StagePlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from llmpq.pictures.stage_links import LinkLoad, link_loads
 from llmpq.units import format_size
 
 if TYPE_CHECKING:
-    from llmpq.plan import Plan, StagePlan
+    from llmpq.plans.plan import Plan, StagePlan
 
 COLOURS = {16: "#1d4e89", 8: "#3c9ab3", 4: "#f2a541", 3: "#d1495b"}
 """Weight bits -> colour."""

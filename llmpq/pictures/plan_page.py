@@ -35,8 +35,8 @@ from llmpq.precision import bits_of
 from llmpq.units import format_size, shown_loss
 
 if TYPE_CHECKING:
-    from llmpq.plan import Plan, StagePlan
-    from llmpq.topology import Topology
+    from llmpq.plans.plan import Plan, StagePlan
+    from llmpq.plans.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from llmpq.pictures.stage_links import link_loads
 
 if TYPE_CHECKING:
-    from llmpq.plan import Plan
+    from llmpq.plans.plan import Plan
 
 MOST_STEPS = 3000
 """Bars of a picture; later steps of a longer job are left out, and it is said."""

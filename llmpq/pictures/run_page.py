@@ -16,7 +16,7 @@ from llmpq.pictures.plan_page import cards, note
 from llmpq.units import format_size
 
 if TYPE_CHECKING:
-    from llmpq.plan import Plan
+    from llmpq.plans.plan import Plan
 
 Report = Mapping[str, Any]
 """A report as `LLM.job_report` returns it."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llmpq.plan import Plan
+    from llmpq.plans.plan import Plan
 
 
 TOKEN_BYTES = 8

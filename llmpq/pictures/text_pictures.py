@@ -13,7 +13,7 @@ from llmpq.pictures.memory_parts import device_bytes, layer_runs, memory_parts
 from llmpq.pictures.predicted_steps import predicted_steps
 
 if TYPE_CHECKING:
-    from llmpq.plan import Plan
+    from llmpq.plans.plan import Plan
 
 NAME, WIDE = 18, 80
 """Columns: of a device's name, of the largest bar and of the time line."""

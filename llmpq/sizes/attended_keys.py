@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 
 if TYPE_CHECKING:  # --help opens without it
     import numpy as np

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from llmpq.families.common.spec_values import Recurrent
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.stage_shape import StageShape

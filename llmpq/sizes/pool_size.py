@@ -14,7 +14,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from llmpq.errors import DoesNotFitError
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.models.tensor_parallel import Member
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import (
     BLOCK_TOKENS,
@@ -24,11 +25,10 @@ from llmpq.sizes.kv_format import (
     spanned_blocks,
 )
 from llmpq.sizes.state_size import layers_with_kv, note_bytes, state_bytes
-from llmpq.tensor_parallel import Member
 from llmpq.workload import CHUNK_TOKENS, Workload
 
 if TYPE_CHECKING:
-    from llmpq.plan import StagePlan
+    from llmpq.plans.plan import StagePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ def planned_pool(
 
     Packed blocks have no 16-bit tokens behind them, and no states of recurrent layers are kept,
     which only found prefixes need: a run has those where its devices have room beside this
-    (a plan's `prefix_bytes`, sizes/prefix_states.py).
+    (a plan's `prefix_bytes`, plans/prefix_states.py).
     """
     return wanted_pool(
         spec,

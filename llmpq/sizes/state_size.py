@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from llmpq.families.common.spec_values import Recurrent
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 
 PAIRED_TOKENS = 64
 """Tokens of a block of a prompt within which recurrent layers compute all pairs of tokens at once

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, padded_k
 from llmpq.sizes.gpu_workspace import gpu_workspace_bytes, head_bytes, wide_features
 from llmpq.sizes.kv_format import (

@@ -13,12 +13,12 @@ import math
 import numpy as np
 
 from llmpq.planner.baselines.least_loss import least_loss
-from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED
 from llmpq.planner.evaluate.fits import fitting
 from llmpq.planner.evaluate.objective import keeps_budget, value
 from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.work_clock import Timer, now_s
+from llmpq.planner.problem.stage_memory import DENSE, MIXED, NEVER, PACKED
+from llmpq.planner.problem.work_clock import Timer, now_s
 
 MAX_ORDERS = 24
 """Orders of device kinds tried: 4! of them; more kinds keep the first 24."""

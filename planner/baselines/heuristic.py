@@ -17,7 +17,7 @@ from llmpq.planner.evaluate.fits import fits, spare_bytes
 from llmpq.planner.evaluate.objective import keeps_budget, stage_times, value
 from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.work_clock import Timer, now_s
+from llmpq.planner.problem.work_clock import Timer, now_s
 
 SHIFTS = (1, 2, 4)
 """Layers moved at once."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.costs.stage_memory import choices_of
 from llmpq.planner.problem.outcome import Stage
 from llmpq.planner.problem.problem import Floats, Problem
-from llmpq.planner.work_clock import now_s, spend
+from llmpq.planner.problem.stage_memory import choices_of
+from llmpq.planner.problem.work_clock import now_s, spend
 
 MOST_FILLINGS = 400
 """Fillings of a stage kept per boundary: a step of 0.25 % of what its bits can change."""
@@ -46,7 +46,7 @@ def least_loss(
 ) -> tuple[Stage, ...] | None:
     """Return the stages of least sum of omega on an order of classes; None if none fits in time.
 
-    Stages have weights of a sort (planner/costs/stage_memory.py), or of less.
+    Stages have weights of a sort (planner/problem/stage_memory.py), or of less.
     """
     layers, count = p.num_layers, len(order)
     omega = np.where(choices_of(p.choices, sort), p.open_omega, np.inf)

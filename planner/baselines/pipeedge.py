@@ -15,12 +15,12 @@ import numpy as np
 
 from llmpq.planner.baselines.device_sets import DeviceSets, every_set, in_a_row, num_sets
 from llmpq.planner.baselines.uniform import by_precision, fastest_of
-from llmpq.planner.costs.stage_memory import DENSE, PACKED
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.work_clock import Timer, now_s, spend
+from llmpq.planner.problem.stage_memory import DENSE, PACKED
+from llmpq.planner.problem.work_clock import Timer, now_s, spend
 
 MAX_SETS = 1500
 

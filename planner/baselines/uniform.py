@@ -21,7 +21,7 @@ from llmpq.planner.problem.outcome import (
     Unfinished,
 )
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.work_clock import Timer, now_s
+from llmpq.planner.problem.work_clock import Timer, now_s
 from llmpq.units import format_size
 
 

@@ -12,11 +12,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from llmpq.cluster import Device
+from llmpq.devices.cluster import Device
 from llmpq.errors import DoesNotFitError
-from llmpq.member_memory import member_memory, planned_shape
-from llmpq.memory import StageMemory, stage_memory, unpacks_prompts
-from llmpq.plan import (
+from llmpq.planner.check.check import used_inputs
+from llmpq.planner.evaluate.objective import (
+    PhaseTimes,
+    StageTimes,
+    job_time,
+    stage_times,
+    sum_omega,
+)
+from llmpq.planner.evaluate.simulator import reported_time, step_note
+from llmpq.planner.problem.limits import positions_note
+from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
+from llmpq.planner.problem.problem import Problem
+from llmpq.plans.member_memory import member_memory, planned_shape
+from llmpq.plans.plan import (
     ClusterRef,
     MemberPlan,
     MemoryForm,
@@ -31,21 +42,10 @@ from llmpq.plan import (
     StoredForm,
     Worker,
 )
-from llmpq.plan_nodes import node_plans
-from llmpq.planner.check.check import used_inputs
-from llmpq.planner.evaluate.objective import (
-    PhaseTimes,
-    StageTimes,
-    job_time,
-    stage_times,
-    sum_omega,
-)
-from llmpq.planner.evaluate.simulator import reported_time, step_note
-from llmpq.planner.limits import positions_note
-from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
-from llmpq.planner.problem.problem import Problem
+from llmpq.plans.plan_nodes import node_plans
+from llmpq.plans.prefix_states import with_prefix_states
 from llmpq.precision import Precision
-from llmpq.sizes.prefix_states import with_prefix_states
+from llmpq.sizes.memory import StageMemory, stage_memory, unpacks_prompts
 from llmpq.sizes.stage_shape import StageShape
 from llmpq.units import format_size
 from llmpq.version import __version__

@@ -11,21 +11,21 @@ from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
 
-from llmpq.cluster import Cluster, Device
-from llmpq.cost_model import LatencyEntry, Phase
+from llmpq.costs.cost_model import LatencyEntry, Phase
+from llmpq.devices.cluster import Cluster, Device
 from llmpq.devices.joined_devices import group_of
 from llmpq.errors import BadPlanError, DoesNotFitError
-from llmpq.member_memory import planned_shape
-from llmpq.memory import stage_memory
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, PoolForm, StagePlan
-from llmpq.plan_inputs import DeviceInput, LinkInput, PlanInputs
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.check.recomputed import Recomputed, recomputed
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.evaluate.add_drafts import round_bytes
+from llmpq.plans.member_memory import planned_shape
+from llmpq.plans.plan import Plan, PoolForm, StagePlan
+from llmpq.plans.plan_inputs import DeviceInput, LinkInput, PlanInputs
+from llmpq.plans.prefix_states import with_prefix_states
+from llmpq.plans.shared_run import SharedRun, predicted_of
 from llmpq.precision import Precision
-from llmpq.shared_run import SharedRun, predicted_of
-from llmpq.sizes.prefix_states import with_prefix_states
+from llmpq.sizes.memory import stage_memory
 from llmpq.units import format_size
 from llmpq.workload import Workload
 

@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.cost_model import LatencyEntry, Part, Phase
-from llmpq.plan import Plan
-from llmpq.plan_inputs import PlanInputs
+from llmpq.costs.cost_model import LatencyEntry, Part, Phase
+from llmpq.plans.plan import Plan
+from llmpq.plans.plan_inputs import PlanInputs
 from llmpq.precision import Precision
 
 FAR = 0.005

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from llmpq.errors import DoesNotFitError
-from llmpq.plan import Plan
-from llmpq.planner.answer import Answer, solved
 from llmpq.planner.evaluate.objective import PhaseTimes, sum_omega
 from llmpq.planner.evaluate.simulator import reported_time
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.solving.answer import Answer, solved
 from llmpq.planner.solving.methods import SolveOptions, anew
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
+from llmpq.plans.plan import Plan
 from llmpq.units import shown, shown_loss
 from llmpq.workload import Workload
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from llmpq.commands.command_line import CommandParser, Only, Section, token_count
 from llmpq.errors import nearest
-from llmpq.gpu_memory import GPU_SHARE_HELP
-from llmpq.planner.limits import MAX_BATCH
+from llmpq.planner.problem.limits import MAX_BATCH
 from llmpq.planner.problem.requests import (
     DTYPES,
     METHODS,
@@ -19,6 +18,7 @@ from llmpq.planner.problem.requests import (
     TRAFFIC_OBJECTIVES,
     PlanRequest,
 )
+from llmpq.plans.gpu_memory import GPU_SHARE_HELP
 from llmpq.workload import full_dtype
 
 EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gptqmodel", "svg")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.errors import BadPlanError
 from llmpq.file_form import read_json, replace_text
-from llmpq.planner.answer import Answer, TopologyAnswer
 from llmpq.planner.check.verify import SCHEMA, Refused, Verified, verify
 from llmpq.planner.problem.requests import VerifyRequest
+from llmpq.planner.solving.answer import Answer, TopologyAnswer
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import variants_with_room
 from llmpq.planner.solving.worker import (
@@ -20,12 +20,12 @@ from llmpq.planner.solving.worker import (
     certificate_in_child,
     engine_proofs_in_child,
 )
-from llmpq.topology import read_plan
+from llmpq.plans.topology import read_plan
 
 if TYPE_CHECKING:
-    from llmpq.plan import Plan
     from llmpq.planner.problem.problem import Problem
-    from llmpq.topology import Topology
+    from llmpq.plans.plan import Plan
+    from llmpq.plans.topology import Topology
 
 NEAR = 0.05
 """How far above the best a plan may be that is said to stay near it."""

@@ -1,8 +1,8 @@
 """Whether a model fits devices, how far, how fast, and what would make it fit: counted, no search.
 
-The bytes are a plan's, which the runtime allocates by (llmpq/memory.py); the times are those of the
-quickest simple plan (planner/exact/start/starts.py), so that `llmpq-algo plan` finds no slower one.
-Of the bits that are allowed the most precise that fit are taken.
+The bytes are a plan's, which the runtime allocates by (llmpq/sizes/memory.py); the times are those
+of the quickest simple plan (planner/exact/start/starts.py), so that `llmpq-algo plan` finds no
+slower one. Of the bits that are allowed the most precise that fit are taken.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmpq.cluster import Device
+from llmpq.devices.cluster import Device
 from llmpq.errors import DoesNotFitError
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, StagePlan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.planner.check.refusal import (
+    PlanRefusal,
+    counted_plan,
+    refusal_of,
+    repriced,
+    too_big_in_any_chunks,
+)
 from llmpq.planner.cli.own_dtype import instead_of_float32, where_unused
 from llmpq.planner.cli.report import mtp_notes
 from llmpq.planner.cli.what_if import share_of
@@ -33,19 +39,13 @@ from llmpq.planner.problem.outcome import Assignment
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import FITS_CONTEXT, FitsRequest, PlanRequest
 from llmpq.planner.problem.stored_precisions import stored_line
-from llmpq.planner.refusal import (
-    PlanRefusal,
-    counted_plan,
-    refusal_of,
-    repriced,
-    too_big_in_any_chunks,
-)
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import search_plan, with_head_of_16_bits
+from llmpq.plans.plan import Plan, StagePlan
+from llmpq.plans.prefix_states import prefix_notes
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision, bits_of, kv_bits_of
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import planned_kv_bytes
-from llmpq.sizes.prefix_states import prefix_notes
 from llmpq.sizes.state_size import state_bytes
 
 USUAL_BATCH = 8

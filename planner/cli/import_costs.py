@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from llmpq.cost_model import CostModel
+from llmpq.costs.cost_model import CostModel
 from llmpq.devices.device_spec import known_kind, unknown_card
 from llmpq.file_form import check_writable
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.aiconfigurator import SystemTables, installed_package, read_tables
 from llmpq.planner.costs.llmservingsim import is_profile, read_profile
 from llmpq.planner.problem.named_inputs import read_model

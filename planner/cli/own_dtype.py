@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmpq.default_dtype import dtype_note, without_bfloat16
+from llmpq.devices.default_dtype import dtype_note, without_bfloat16
 from llmpq.errors import DoesNotFitError
-from llmpq.plan import Plan
-from llmpq.planner.answer import Answer, answer, score, solve_options
+from llmpq.planner.check.refusal import too_big_in_any_chunks
 from llmpq.planner.cli.what_if import without
 from llmpq.planner.evaluate.fits import longest_context
 from llmpq.planner.problem.make_problem import dense_note, make_problem
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
-from llmpq.planner.refusal import too_big_in_any_chunks
+from llmpq.planner.solving.answer import Answer, answer, score, solve_options
 from llmpq.planner.solving.methods import SolveOptions
-from llmpq.topology import Topology
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology
 from llmpq.workload import Dtype
 
 

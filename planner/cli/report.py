@@ -7,12 +7,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from llmpq.checkpoints.gguf_file import is_gguf
-from llmpq.checkpoints.stored_head import has_further_layers, has_mtp_head
 from llmpq.devices.device_list import ELSEWHERE
 from llmpq.families import FAMILIES
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, StagePlan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.models.stored_head import has_further_layers, has_mtp_head
 from llmpq.planner.cli.alternatives import Speed
+from llmpq.plans.plan import Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision, bits_of
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.units import format_size, short_size, shown, shown_loss

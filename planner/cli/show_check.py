@@ -11,11 +11,11 @@ from llmpq.errors import BadPlanError
 from llmpq.planner.check.check import RELATIVE_TOLERANCE, check_alone, check_plan, check_run
 from llmpq.planner.problem.named_inputs import model_of_plan, names_devices, read_cluster
 from llmpq.planner.problem.requests import CheckRequest
-from llmpq.shared_run import SharedRun, is_shared_run
-from llmpq.topology import Topology, read_plan
+from llmpq.plans.shared_run import SharedRun, is_shared_run
+from llmpq.plans.topology import Topology, read_plan
 
 if TYPE_CHECKING:
-    from llmpq.plan import Plan
+    from llmpq.plans.plan import Plan
 
 
 def show_check(request: CheckRequest) -> None:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmpq.pictures.plan_page import Beside, plan_page
-from llmpq.plan import Plan
-from llmpq.planner.answer import checked_plan
 from llmpq.planner.cli.arguments import DEFAULT_POINTS
 from llmpq.planner.cli.long_search import line_if_long
 from llmpq.planner.cli.show_plan import (
@@ -29,9 +27,11 @@ from llmpq.planner.front.preference import WEIGHTS
 from llmpq.planner.problem.outcome import Infeasible, Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.solving.answer import checked_plan
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import nothing_fits, variants_with_room
 from llmpq.planner.solving.worker import front_in_child
+from llmpq.plans.plan import Plan
 
 TABLE_COLUMNS = 100
 """Columns of a terminal that the table takes at most."""

@@ -1,7 +1,7 @@
 """`llmpq-algo models`: families and built-in models, and what each runs with.
 
-The same table refuses a run (llmpq/capabilities.py). A family's row is what its built-in models
-have at full length; a single model, or shorter requests, may run with more.
+The same table refuses a run (llmpq/plans/capabilities.py). A family's row is what its built-in
+models have at full length; a single model, or shorter requests, may run with more.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from llmpq.capabilities import EXECUTION_MODES, ExecutionMode, lacks
 from llmpq.checkpoints.gguf_config import ARCHITECTURES
 from llmpq.checkpoints.gguf_file import BLOCKS
 from llmpq.checkpoints.stored_codes import KEPT
 from llmpq.errors import unknown_name
 from llmpq.families import FAMILIES
-from llmpq.model_spec import ModelSpec, builtin_configs, builtin_ids
+from llmpq.models.model_spec import ModelSpec, builtin_configs, builtin_ids
 from llmpq.planner.problem.requests import ModelsRequest
+from llmpq.plans.capabilities import EXECUTION_MODES, ExecutionMode, lacks
 
 COLUMNS: dict[ExecutionMode, str] = {
     "gpu": "GPU",

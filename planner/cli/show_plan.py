@@ -11,26 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from llmpq.cluster import Cluster
-from llmpq.default_dtype import without_bfloat16
+from llmpq.devices.cluster import Cluster
+from llmpq.devices.default_dtype import without_bfloat16
 from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable, replace_text
 from llmpq.pictures.plan_page import Beside, plan_page, topology_page
 from llmpq.pictures.text_pictures import memory_bars, pipeline_lines
-from llmpq.plan import Plan
-from llmpq.planner.answer import (
-    Answer,
-    TopologyAnswer,
-    answer,
-    answer_topology,
-    before_groups,
-    in_waves,
-    one_engine,
-    pipeline_below,
-    solve_options,
-    solved,
-    without_sending,
-)
 from llmpq.planner.cli.alternatives import MethodRow, bits_lines, left_out_lines
 from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.certificates import (
@@ -46,14 +32,28 @@ from llmpq.planner.problem.outcome import OPTIMAL_GAP, Infeasible, Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.problem.stored_precisions import stored_line
+from llmpq.planner.solving.answer import (
+    Answer,
+    TopologyAnswer,
+    answer,
+    answer_topology,
+    before_groups,
+    in_waves,
+    one_engine,
+    pipeline_below,
+    solve_options,
+    solved,
+    without_sending,
+)
 from llmpq.planner.solving.device_groups import may_group
 from llmpq.planner.solving.methods import PLANNERS, SolveOptions, anew, within
 from llmpq.planner.solving.plan_search import nothing_fits, variants_with_room
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
+from llmpq.plans.plan import Plan
+from llmpq.plans.prefix_states import prefix_notes
+from llmpq.plans.speculation import SpeculationMode
+from llmpq.plans.topology import Topology
 from llmpq.precision import Precision, bits_of
-from llmpq.sizes.prefix_states import prefix_notes
-from llmpq.speculation import SpeculationMode
-from llmpq.topology import Topology
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from llmpq.planner.cli.long_search import line_if_long
 from llmpq.planner.cli.show_plan import open_console, say
+from llmpq.planner.evaluate.engine_simulation import EngineModel
 from llmpq.planner.problem.requests import SimulateRequest
-from llmpq.planner.simulated import EngineModel
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.rates import highest_rate, measured_at
+from llmpq.plans.topology import read_plan
 from llmpq.service_measures import ATTAINMENT, ServiceLimits, ServiceMeasures
-from llmpq.topology import read_plan
 
 if TYPE_CHECKING:
     from rich.console import Console

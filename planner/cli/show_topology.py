@@ -6,20 +6,20 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from llmpq.plan import Plan
-from llmpq.planner.answer import TIE, Answer, TopologyAnswer
 from llmpq.planner.cli.alternatives import PROVEN_GAP, Speed, not_used
 from llmpq.planner.cli.report import bits_text, loss_lines, warnings_of
+from llmpq.planner.solving.answer import TIE, Answer, TopologyAnswer
 from llmpq.planner.solving.plan_search import CUT
 from llmpq.planner.solving.topology_search import GROUP_GAIN, TOPOLOGY_GAP
-from llmpq.topology import Topology
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology
 from llmpq.units import format_size, shown, shown_loss
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from llmpq.cluster import Device
+    from llmpq.devices.cluster import Device
     from llmpq.planner.solving.topologies import Simple
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmpq.planner.answer import solve_options
 from llmpq.planner.cli.certificates import save_plan
 from llmpq.planner.cli.long_search import line_if_long
 from llmpq.planner.cli.own_dtype import instead_of_float32
@@ -23,6 +22,7 @@ from llmpq.planner.cli.show_plan import (
 from llmpq.planner.cli.show_simulation import highest_line, limits_in_words, print_measures
 from llmpq.planner.cli.show_topology import print_topology
 from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.solving.answer import solve_options
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.steady_state import MeanLengths
 from llmpq.planner.traffic.traffic_search import (
@@ -32,8 +32,8 @@ from llmpq.planner.traffic.traffic_search import (
     Valued,
     search_traffic,
 )
+from llmpq.plans.topology import Topology
 from llmpq.service_measures import ATTAINMENT
-from llmpq.topology import Topology
 from llmpq.units import shown_loss
 
 OF_A_BATCH = {

@@ -17,16 +17,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from llmpq.cluster import Cluster, Device, Node
+from llmpq.devices.cluster import Cluster, Device, Node
 from llmpq.devices.device_list import read_devices
 from llmpq.devices.device_spec import canonical_kind
 from llmpq.errors import LlmpqError
-from llmpq.gpu_memory import cluster_within
-from llmpq.plan import Plan
-from llmpq.planner import limits
 from llmpq.planner.cli.alternatives import Speed
+from llmpq.planner.problem import limits
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
+from llmpq.plans.gpu_memory import cluster_within
+from llmpq.plans.plan import Plan
 from llmpq.precision import bits_of
 from llmpq.units import parse_size, shown_loss
 

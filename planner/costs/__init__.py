@@ -1,1 +1,1 @@
-"""Costs of layers, messages and stages' memory, measured or estimated; knows no plans."""
+"""Costs of layers and messages, measured or estimated; knows no plans."""

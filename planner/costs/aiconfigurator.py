@@ -22,8 +22,8 @@ from typing import Any
 
 import yaml
 
-from llmpq.cost_model import CostModel
-from llmpq.model_spec import ModelSpec
+from llmpq.costs.cost_model import CostModel
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.imported import (
     AttentionTimes,
     Curve,

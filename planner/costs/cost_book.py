@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from llmpq.cluster import Cluster, Device
-from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase
+from llmpq.costs.cost_model import CostModel, LatencyEntry, Part, Phase
+from llmpq.devices.cluster import Cluster, Device
 from llmpq.devices.device_spec import DeviceSpec
 from llmpq.errors import nearest
-from llmpq.memory import Quantization
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.attended_keys import attended_keys
+from llmpq.sizes.memory import Quantization
 from llmpq.workload import Workload, prompt_chunks
 
 OCCUPYING_SHARE = {"cpu": 0.5, "gpu": 0.0}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmpq.cost_model import ErrorStats, LatencyEntry, Part, Phase, Regime
+from llmpq.costs.cost_model import ErrorStats, LatencyEntry, Part, Phase, Regime
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.attended_keys import Windows, attended_keys, twice_the_pairs
 from llmpq.workload import Dtype

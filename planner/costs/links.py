@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.cluster import Cluster, Device
+from llmpq.devices.cluster import Cluster, Device
 from llmpq.planner.costs.cost_book import CostBook
 
 Floats = NDArray[np.float64]

@@ -9,8 +9,8 @@ import csv
 from collections import defaultdict
 from pathlib import Path
 
-from llmpq.cost_model import CostModel
-from llmpq.model_spec import ModelSpec
+from llmpq.costs.cost_model import CostModel
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.imported import (
     AttentionTimes,
     Curve,

@@ -1,4 +1,4 @@
-"""Costs of a CPU that is not profiled, from probed rates (llmpq/devices/cpu_rates.py).
+"""Costs of a CPU that is not profiled, from probed rates (llmpq/costs/cpu_rates.py).
 
 Per decoder layer, r rows through its matrices (v*s in a prefill, v in a decode step), w weights:
 
@@ -18,12 +18,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import chain
 
-from llmpq.cluster import Cluster, Device
-from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
-from llmpq.devices.cpu_rates import CpuRates, ProductRate, kept_rates, outdated, probe
+from llmpq.costs.cost_model import CostModel, LatencyEntry, Phase, Regime
+from llmpq.costs.cpu_rates import CpuRates, ProductRate, kept_rates, outdated, probe
+from llmpq.devices.cluster import Cluster, Device
 from llmpq.devices.this_machine import is_this_machine
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.roofline import (
     CPU_FLOOR_S,
     attention_flops,
@@ -34,6 +33,7 @@ from llmpq.planner.costs.roofline import (
     state_bytes_moved,
 )
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
+from llmpq.sizes.memory import Quantization
 from llmpq.workload import DTYPE_BYTES, Dtype
 
 Curve = tuple[tuple[float, float], ...]

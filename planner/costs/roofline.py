@@ -37,12 +37,11 @@ from typing import Any
 
 import numpy as np
 
-from llmpq.cluster import Device, Link
-from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase, Regime
+from llmpq.costs.cost_model import CostModel, LatencyEntry, Part, Phase, Regime
+from llmpq.devices.cluster import Device, Link
 from llmpq.devices.device_spec import DeviceSpec
 from llmpq.devices.joined_devices import PEER_GBPS
-from llmpq.memory import Quantization, expert_weight_bytes, layer_weight_bytes
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import as_group_128
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.sizes.attended_keys import (
@@ -52,6 +51,7 @@ from llmpq.sizes.attended_keys import (
     windows_of,
 )
 from llmpq.sizes.kv_format import kv_cache_bytes
+from llmpq.sizes.memory import Quantization, expert_weight_bytes, layer_weight_bytes
 from llmpq.sizes.step_padding import CAPTURED_TOKENS
 from llmpq.workload import DTYPE_BYTES, Dtype
 

@@ -2,27 +2,24 @@
 
 The drafts' bytes and what a verify of gamma + 1 tokens a request works with must fit beside the
 stage on every device; the speed-up is that of the formulas the runtime obeys
-(`llmpq.speculation`), in the middle of the job, at the prior acceptance.
+(`llmpq.plans.speculation`), in the middle of the job, at the prior acceptance.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from llmpq.capabilities import execution_modes, lacking_sentence
 from llmpq.checkpoints.stored_codes import stored_codes
-from llmpq.checkpoints.stored_head import has_mtp_head
-from llmpq.cluster import Cluster, Device
-from llmpq.cost_model import CostModel
+from llmpq.costs.cost_model import CostModel
+from llmpq.devices.cluster import Cluster, Device
 from llmpq.errors import DoesNotFitError
-from llmpq.member_memory import planned_shape
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import MAX_GAMMA, Plan, Speculation
-from llmpq.precision import KVPrecision
-from llmpq.sizes.pool_size import READS_KV4
-from llmpq.sizes.prefix_states import with_prefix_states
-from llmpq.sizes.workspace import workspace_bytes
-from llmpq.speculation import (
+from llmpq.models.model_spec import ModelSpec
+from llmpq.models.stored_head import has_mtp_head
+from llmpq.plans.capabilities import execution_modes, lacking_sentence
+from llmpq.plans.member_memory import planned_shape
+from llmpq.plans.plan import MAX_GAMMA, Plan, Speculation
+from llmpq.plans.prefix_states import with_prefix_states
+from llmpq.plans.speculation import (
     PRIOR_ACCEPTANCE,
     PlanTimes,
     SpeculationMode,
@@ -31,6 +28,9 @@ from llmpq.speculation import (
     kv_refusal,
     usable_modes,
 )
+from llmpq.precision import KVPrecision
+from llmpq.sizes.pool_size import READS_KV4
+from llmpq.sizes.workspace import workspace_bytes
 from llmpq.units import format_size
 
 

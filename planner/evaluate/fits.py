@@ -12,11 +12,11 @@ from itertools import accumulate, product
 
 import numpy as np
 
-from llmpq.planner.costs.stage_memory import DENSE, MIXED, PACKED, sort_of_stage
 from llmpq.planner.problem.numbers import small_chunks
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.work_clock import now_s, spend
+from llmpq.planner.problem.stage_memory import DENSE, MIXED, PACKED, sort_of_stage
+from llmpq.planner.problem.work_clock import now_s, spend
 
 
 def fits(p: Problem, a: Assignment) -> bool:

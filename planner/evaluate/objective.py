@@ -47,12 +47,12 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.cost_model import Phase
+from llmpq.costs.cost_model import Phase
 from llmpq.planner.costs.links import Floats, Hops
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment
 from llmpq.planner.problem.problem import Objective, Problem
-from llmpq.planner.work_clock import spend
+from llmpq.planner.problem.work_clock import spend
 
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", float, Floats)

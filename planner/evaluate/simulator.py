@@ -22,7 +22,7 @@ from functools import cache
 
 import numpy as np
 
-from llmpq.cost_model import Phase
+from llmpq.costs.cost_model import Phase
 from llmpq.planner.costs.cost_book import chunk_times, decode_times
 from llmpq.planner.costs.links import Floats, Hops
 from llmpq.planner.evaluate.objective import PhaseTimes, job_time

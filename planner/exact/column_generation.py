@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.costs.stage_memory import MIXED, choices_of, sort_of
 from llmpq.planner.exact.bounds.columns import (
     column_costs,
     ends_costs,
@@ -30,7 +29,8 @@ from llmpq.planner.exact.bounds.columns import (
 )
 from llmpq.planner.exact.bounds.completion import Completion
 from llmpq.planner.problem.problem import Floats
-from llmpq.planner.work_clock import spend
+from llmpq.planner.problem.stage_memory import MIXED, choices_of, sort_of
+from llmpq.planner.problem.work_clock import spend
 
 BLOCK = 256
 """Rows compared at a time."""

@@ -34,7 +34,7 @@ from llmpq.planner.exact.column_generation import (
 )
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Floats, Problem
-from llmpq.planner.work_clock import now_s, spend
+from llmpq.planner.problem.work_clock import now_s, spend
 
 Key = tuple[int, int, int]
 """(first class, state, last class)."""

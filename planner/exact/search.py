@@ -33,8 +33,8 @@ from llmpq.planner.exact.bounds.cutting import cut_boxes, in_steps
 from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.exact.bounds.plan_cases import EVERYWHERE, Box
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation, Prices
+from llmpq.planner.exact.bounds.space import Space, searched, with_true_links
 from llmpq.planner.exact.labels import LabelSearch, LimitReached, SearchLimits
-from llmpq.planner.exact.space import Space, searched, with_true_links
 from llmpq.planner.exact.start.improve import improved
 from llmpq.planner.exact.start.starts import Incumbent, first_plans
 from llmpq.planner.ilp.solve import no_plan_fits, no_plan_yet, solve_ilp
@@ -48,7 +48,7 @@ from llmpq.planner.problem.outcome import (
     WarmStart,
 )
 from llmpq.planner.problem.problem import Floats, Problem
-from llmpq.planner.work_clock import Timer, now_s
+from llmpq.planner.problem.work_clock import Timer, now_s
 
 if TYPE_CHECKING:
     from llmpq.planner.exact.start.walk import Walk

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.pictures.plan_cards import cards_svg
-from llmpq.plan import Plan
 from llmpq.planner.export.accelerate import accelerate
 from llmpq.planner.export.compressed_tensors import compressed_tensors
 from llmpq.planner.export.gptqmodel import gptqmodel
@@ -19,7 +18,8 @@ from llmpq.planner.export.sglang import sglang
 from llmpq.planner.export.vllm import vllm
 from llmpq.planner.problem.named_inputs import model_of_plan
 from llmpq.planner.problem.requests import ExportRequest
-from llmpq.topology import Topology, read_plan
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology, read_plan
 
 WRITERS: dict[str, Callable[[Plan, ModelSpec], Exported]] = {
     "vllm": vllm,

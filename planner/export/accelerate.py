@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from llmpq.families import FAMILIES
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.export.gpu_stages import numbers_line
 from llmpq.planner.export.result import (
     Exported,
@@ -17,6 +16,7 @@ from llmpq.planner.export.result import (
     precision_line,
     said,
 )
+from llmpq.plans.plan import Plan
 
 
 def accelerate(plan: Plan, spec: ModelSpec) -> Exported:

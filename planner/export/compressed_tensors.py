@@ -11,8 +11,7 @@ import json
 from typing import Any
 
 from llmpq.families import FAMILIES
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.export.result import (
     Exported,
     by_precision,
@@ -26,6 +25,7 @@ from llmpq.planner.export.result import (
     zeros_line,
 )
 from llmpq.planner.export.vllm import CACHE_TYPES
+from llmpq.plans.plan import Plan
 from llmpq.precision import Precision, WeightScheme
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, StagePlan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.pool_size import planned_kv_bytes
 from llmpq.units import format_size

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.export.result import (
     Exported,
     by_precision,
@@ -23,6 +22,7 @@ from llmpq.planner.export.result import (
     stages_line,
     zeros_line,
 )
+from llmpq.plans.plan import Plan
 from llmpq.precision import Precision
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 
 from llmpq.devices.device_spec import OLDEST_BFLOAT16, DeviceSpec, device_specs
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, StagePlan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan, StagePlan
 
 OLDEST_WHEEL = (7, 5)
 """Oldest compute capability that vLLM's wheel has code for, and that SGLang starts on."""

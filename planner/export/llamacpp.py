@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.devices.device_spec import device_specs
 from llmpq.families import FAMILIES
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, StagePlan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.export.gguf_memory import (
     WIDE_BLOCK,
     GgufTypes,
@@ -38,6 +37,7 @@ from llmpq.planner.export.result import (
     said,
     step_tokens,
 )
+from llmpq.plans.plan import Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision
 
 PORT = 50052

@@ -9,11 +9,11 @@ from itertools import groupby
 from typing import Any
 
 from llmpq.families import FAMILIES
-from llmpq.memory import Quantization
-from llmpq.model_spec import builtin_ids
-from llmpq.plan import Plan
+from llmpq.models.model_spec import builtin_ids
+from llmpq.plans.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.shipped_table import shipped_table
+from llmpq.sizes.memory import Quantization
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.export.gpu_stages import (
     cut_groups_line,
     numbers_line,
@@ -30,6 +29,7 @@ from llmpq.planner.export.result import (
     said,
     step_tokens,
 )
+from llmpq.plans.plan import Plan
 
 PORT = 20000
 

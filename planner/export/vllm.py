@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, StagePlan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.export.gpu_stages import (
     cut_groups_line,
     numbers_line,
@@ -32,6 +31,7 @@ from llmpq.planner.export.result import (
     said,
     step_tokens,
 )
+from llmpq.plans.plan import Plan, StagePlan
 from llmpq.precision import KVPrecision
 
 MOST_MEMORY = 0.95

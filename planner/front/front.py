@@ -21,7 +21,7 @@ from llmpq.planner.front.least_omega import least_omega
 from llmpq.planner.front.quality import solve_budget
 from llmpq.planner.problem.outcome import OPTIMAL_GAP, Assignment, Infeasible, Outcome, WarmStart
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.work_clock import counting, now_s
+from llmpq.planner.problem.work_clock import counting, now_s
 
 SAME = 1e-6
 """Relative difference below which two sums of omega, or widths, are taken as equal."""
@@ -61,7 +61,7 @@ class Front:
     complete: bool
     """Whether every point of the front is listed."""
     work_s: float = 0.0
-    """Of the search, by the clock that counts it (planner/work_clock.py)."""
+    """Of the search, by the clock that counts it (planner/problem/work_clock.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

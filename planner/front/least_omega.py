@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.planner.exact.bounds.columns import Columns, KeptPairs, assigned
-from llmpq.planner.exact.space import Space
+from llmpq.planner.exact.bounds.space import Space
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Floats, Problem
 

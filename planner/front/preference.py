@@ -26,8 +26,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from llmpq.errors import DoesNotFitError
-from llmpq.plan import Prefer
 from llmpq.planner.problem.problem import Problem
+from llmpq.plans.plan import Prefer
 
 WEIGHTS: dict[Prefer, float] = {"quality": 300.0, "balanced": 1.0, "speed": 0.01}
 """What losing as much as 4 bits everywhere counts for, in the logarithm of time."""

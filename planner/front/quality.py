@@ -32,7 +32,7 @@ from llmpq.planner.problem.outcome import (
     WarmStart,
 )
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.work_clock import Timer, now_s
+from llmpq.planner.problem.work_clock import Timer, now_s
 from llmpq.units import shown_loss
 
 MOST_SOLVED = 30

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED
 from llmpq.planner.evaluate.objective import Form, make_form
 from llmpq.planner.ilp.milp import LinearModel
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.stage_memory import DENSE, MIXED, NEVER, PACKED
 
 MIB = float(2**20)
 """Memory rows are in MiB: a solver's tolerance of 1e-6 is then one byte."""

@@ -27,7 +27,7 @@ from llmpq.planner.problem.outcome import (
     Unfinished,
 )
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.work_clock import now_s, spend_s
+from llmpq.planner.problem.work_clock import now_s, spend_s
 
 MAX_PROGRAMS = 3000
 """Programs to relax at most; with more, devices of a kind stay together, as in the paper's code."""

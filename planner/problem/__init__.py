@@ -1,1 +1,1 @@
-"""From nouns to numbers: what a solver sees; first file: problem.py."""
+"""From nouns to numbers: what a solver sees, and for how long; first file: problem.py."""

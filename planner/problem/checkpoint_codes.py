@@ -33,9 +33,8 @@ from llmpq.checkpoints.quantization_config import (
     quantization_of,
 )
 from llmpq.families import FAMILIES
-from llmpq.families.record import AS_IT_IS
-from llmpq.memory import CodesName, Quantization, StoredBytes
-from llmpq.model_spec import LinearShape, ModelSpec
+from llmpq.families.common.record import AS_IT_IS
+from llmpq.models.model_spec import LinearShape, ModelSpec
 from llmpq.planner.problem.stored_precisions import (
     AnyHeader,
     Source,
@@ -45,6 +44,7 @@ from llmpq.planner.problem.stored_precisions import (
     is_gguf_file,
 )
 from llmpq.precision import Precision, WeightScheme, padded_k
+from llmpq.sizes.memory import CodesName, Quantization, StoredBytes
 
 TABLE_BITS, TABLE_GROUP = 4, 32
 BESIDE_PLAIN = ("", "e4m3")

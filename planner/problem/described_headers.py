@@ -18,7 +18,7 @@ from typing import Any
 
 from llmpq.checkpoints.quantization_config import NVFP4, OWN_FORM, fp8_block
 from llmpq.families import FAMILIES
-from llmpq.model_spec import LinearShape, ModelSpec
+from llmpq.models.model_spec import LinearShape, ModelSpec
 
 Tensors = Iterator[tuple[str, str, list[int]]]
 """Name, dtype and shape of each."""

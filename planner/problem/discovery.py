@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from llmpq.cluster import Cluster
 from llmpq.commands.ray_address import import_ray, named_ray, on_loopback, require_ray, signals_kept
 from llmpq.devices.card_names import card_name
+from llmpq.devices.cluster import Cluster
 from llmpq.devices.device_spec import device_specs, known_kind, unknown_card
 from llmpq.devices.this_machine import MIB, Gpu, kind_of, read_gpus, read_host, visible
 from llmpq.planner.problem.requests import ListRequest

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmpq.plan import Prefer
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
+from llmpq.plans.plan import Prefer
 from llmpq.precision import Precision
 
 

@@ -13,34 +13,24 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
-from llmpq.capabilities import (
-    ExecutionMode,
-    execution_modes,
-    lacking_sentence,
-    lacks,
-    packed_kv_sentence,
-    without_tensor_cores,
-)
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.gguf_tokenizer import require_tokenizer
-from llmpq.cluster import Cluster
-from llmpq.cost_model import CostModel
-from llmpq.costs_cache import cache_folder, cached_costs
-from llmpq.default_dtype import (
+from llmpq.costs.cost_model import CostModel
+from llmpq.costs.costs_cache import cache_folder, cached_costs
+from llmpq.costs.cpu_rates import CpuRates
+from llmpq.devices.cluster import Cluster
+from llmpq.devices.default_dtype import (
     default_dtype,
     dtype_note,
     require_dtype,
     without_bfloat16,
 )
-from llmpq.devices.cpu_rates import CpuRates
 from llmpq.devices.joined_devices import crowded_notes, joined, members_of
 from llmpq.devices.this_machine import assumed, is_this_machine
-from llmpq.memory import CpuActivations, Quantization
-from llmpq.model_spec import ModelSpec
-from llmpq.planner import limits
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook, alone_kinds
 from llmpq.planner.costs.probed import estimated_costs, outdated_rates, rates_for
-from llmpq.planner.limits import positions_note
+from llmpq.planner.problem import limits
 from llmpq.planner.problem.checkpoint_codes import (
     LayerCodes,
     checkpoint_codes,
@@ -48,6 +38,7 @@ from llmpq.planner.problem.checkpoint_codes import (
     rounded_shares,
     with_checkpoint_codes,
 )
+from llmpq.planner.problem.limits import positions_note
 from llmpq.planner.problem.named_inputs import read_devices_of, read_model
 from llmpq.planner.problem.problem import Objective, Problem
 from llmpq.planner.problem.requests import PlanRequest
@@ -61,6 +52,14 @@ from llmpq.planner.problem.stored_precisions import (
     stored_layers,
     tells_layers,
 )
+from llmpq.plans.capabilities import (
+    ExecutionMode,
+    execution_modes,
+    lacking_sentence,
+    lacks,
+    packed_kv_sentence,
+    without_tensor_cores,
+)
 from llmpq.precision import (
     K_PADDING,
     WEIGHT_ONLY,
@@ -70,6 +69,7 @@ from llmpq.precision import (
     kv_bits_of,
 )
 from llmpq.sensitivity import Sensitivity
+from llmpq.sizes.memory import CpuActivations, Quantization
 from llmpq.workload import Dtype, Workload
 
 GENERIC_NOTE = (

@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import local_model, require_named
-from llmpq.cluster import Cluster, Device, DeviceGroup, Node
+from llmpq.devices.cluster import Cluster, Device, DeviceGroup, Node
 from llmpq.devices.device_list import DeviceList, read_devices
 from llmpq.devices.device_spec import canonical_kind, device_specs
 from llmpq.devices.device_text import which_version
 from llmpq.devices.this_machine import read_machine, this_machine
 from llmpq.errors import nearest, shortened
-from llmpq.gpu_memory import cluster_within, with_groups
-from llmpq.model_spec import ModelSpec, builtin_configs, builtin_name
-from llmpq.plan import Plan
-from llmpq.planner import limits
+from llmpq.models.model_spec import ModelSpec, builtin_configs, builtin_name
+from llmpq.planner.problem import limits
 from llmpq.planner.problem.requests import DevicesRequest, ModelRequest
 from llmpq.planner.problem.stored_precisions import Source
+from llmpq.plans.gpu_memory import cluster_within, with_groups
+from llmpq.plans.plan import Plan
 from llmpq.units import format_size, parse_size
 
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.cost_model import Phase
+from llmpq.costs.cost_model import Phase
 from llmpq.planner.costs.links import Floats, Hops
-from llmpq.planner.work_clock import spend
+from llmpq.planner.problem.work_clock import spend
 from llmpq.workload import CHUNK_TOKENS
 
 if TYPE_CHECKING:

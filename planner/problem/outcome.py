@@ -56,7 +56,7 @@ class Outcome:
     version: str = ""
     note: str = ""
     work_s: float = 0.0
-    """Of the whole search, by the clock that counts its work (planner/work_clock.py)."""
+    """Of the whole search, by the clock that counts its work (planner/problem/work_clock.py)."""
 
     @property
     def gap(self) -> float | None:
@@ -86,7 +86,7 @@ COLD = WarmStart()
 
 
 class Infeasible(DoesNotFitError):
-    """No plan fits; the command explains it with `planner/refusal.py`.
+    """No plan fits; the command explains it with `planner/check/refusal.py`.
 
     `least`: the sum of omega that a budget would have to be, where that is why.
     """

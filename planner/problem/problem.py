@@ -19,20 +19,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.cluster import Cluster, Device
-from llmpq.cost_model import Phase
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.costs.cost_model import Phase
+from llmpq.devices.cluster import Cluster, Device
+from llmpq.models.model_spec import ModelSpec
+from llmpq.models.tensor_parallel import Member
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.links import ClassLinks, Floats, LinkTables, link_tables
-from llmpq.planner.costs.stage_memory import (
-    capacity,
-    kv_bytes_of_layers,
-    largest_weights,
-    layer_bytes,
-    packed_of,
-    unlike_bytes,
-)
 from llmpq.planner.problem.numbers import (
     PairNumbers,
     SizeNumbers,
@@ -41,10 +33,18 @@ from llmpq.planner.problem.numbers import (
     pair_numbers,
     size_numbers,
 )
+from llmpq.planner.problem.stage_memory import (
+    capacity,
+    kv_bytes_of_layers,
+    largest_weights,
+    layer_bytes,
+    packed_of,
+    unlike_bytes,
+)
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
+from llmpq.sizes.memory import Quantization
 from llmpq.sizes.pool_size import planned_pool, window_step_tokens
-from llmpq.tensor_parallel import Member
 from llmpq.workload import CHUNK_TOKENS, Workload, chunk_tokens, num_chunks
 
 Objective = Literal["makespan", "paper"]
@@ -431,7 +431,7 @@ class Problem:
         return {}
 
     def capacity(self, eta: int, xi: int) -> NDArray[np.int64]:
-        """[C, 2, 2, 3] bytes left for layers (planner/costs/stage_memory.py)."""
+        """[C, 2, 2, 3] bytes left for layers (planner/problem/stage_memory.py)."""
         if (eta, xi) not in self._capacities:
             self._capacities[eta, xi] = capacity(self, eta, xi)
         return self._capacities[eta, xi]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # --help opens without what sizes need
-    from llmpq.memory import CpuActivations
+    from llmpq.sizes.memory import CpuActivations
 
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")

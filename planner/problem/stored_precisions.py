@@ -51,18 +51,18 @@ from llmpq.checkpoints.quantization_config import (
     stated_group,
 )
 from llmpq.checkpoints.tensor_names import SINGLE, index_of
-from llmpq.cluster import Device
+from llmpq.devices.cluster import Device
 from llmpq.errors import shortened
 from llmpq.families.common.config_values import size
 from llmpq.file_form import read_json
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.problem.described_headers import (
     DescribedHeader,
     described_headers,
     is_described,
 )
 from llmpq.precision import Precision, WeightScheme
+from llmpq.sizes.memory import Quantization
 
 Source = str | Path | Mapping[str, Any]
 """A directory, a GGUF file, or a config without files: a built-in model's."""

@@ -18,24 +18,24 @@ from typing import Any
 
 import numpy as np
 
-from llmpq.cost_model import Phase
-from llmpq.plan import Plan
+from llmpq.costs.cost_model import Phase
 from llmpq.planner.check import verify
 from llmpq.planner.check.verify import PRICE, UNIT
 from llmpq.planner.costs.links import Floats, Hops
-from llmpq.planner.costs.stage_memory import weights_of_groups
 from llmpq.planner.evaluate.objective import Coefficients, job_time, make_form, value
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation, Prices
-from llmpq.planner.limits import MOST_WAVES
+from llmpq.planner.problem.limits import MOST_WAVES
 from llmpq.planner.problem.numbers import SizeNumbers
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.stage_memory import weights_of_groups
 from llmpq.planner.solving.count_vectors import Vector
 from llmpq.planner.solving.engine_floors import engine_variants, least_row_s
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import variants_with_room
 from llmpq.planner.solving.topology_search import KnownPipeline, TopologySearch
-from llmpq.topology import Topology
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology
 
 SHRUNK = 1 - 1e-12
 """Shares are a little smaller, so that their sum is not above 1 for rounding."""

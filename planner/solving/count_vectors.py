@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from llmpq.cluster import Cluster, Device
+from llmpq.devices.cluster import Cluster, Device
 from llmpq.planner.problem.problem import MANY_DEVICES, Problem
-from llmpq.planner.work_clock import spend
+from llmpq.planner.problem.work_clock import spend
 
 Vector = tuple[int, ...]
 """Devices of each class; behind them groups of each kind."""

@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from llmpq.cluster import Device
+from llmpq.devices.cluster import Device
 from llmpq.devices.joined_devices import group_of, members_of, together
+from llmpq.models.tensor_parallel import Member
 from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import Place, count_vectors
 from llmpq.precision import KVPrecision
-from llmpq.tensor_parallel import Member
 
 MOST_TOGETHER = 8
 """Devices of a group at most."""

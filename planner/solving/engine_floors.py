@@ -16,15 +16,15 @@ from functools import cached_property
 
 import numpy as np
 
-from llmpq.cost_model import Phase
+from llmpq.costs.cost_model import Phase
 from llmpq.planner.costs.links import Floats
 from llmpq.planner.evaluate.objective import BUDGET_ROUNDING, coefficients
 from llmpq.planner.exact.bounds.relaxation import layer_groups
-from llmpq.planner.limits import MOST_WAVES
+from llmpq.planner.problem.limits import MOST_WAVES
 from llmpq.planner.problem.numbers import chunk_sizes, distinct_sizes, last_share, one_size
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.work_clock import spend
 from llmpq.planner.solving.count_vectors import Vector
-from llmpq.planner.work_clock import spend
 from llmpq.precision import KVPrecision
 
 EXACT, GRID = 24, 1.06

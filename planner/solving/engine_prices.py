@@ -15,14 +15,14 @@ from functools import cached_property
 
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.evaluate.objective import sum_omega
-from llmpq.planner.limits import MOST_WAVES
+from llmpq.planner.problem.limits import MOST_WAVES
 from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.work_clock import now_s
 from llmpq.planner.solving.count_vectors import CountVectors, Vector
 from llmpq.planner.solving.engine_floors import EngineFloors
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import Solved, best_plan, variants_with_room
-from llmpq.planner.work_clock import now_s
 
 GRID, MOST_SIZES = 1.1, 40
 """Ratio of neighbouring batches for which lower bounds are kept, and how many batches at most: with

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from llmpq.plan import Prefer
 from llmpq.planner.problem.outcome import COLD, Outcome, WarmStart
 from llmpq.planner.problem.problem import Problem
+from llmpq.plans.plan import Prefer
 from llmpq.precision import KVPrecision
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class SolveOptions:
 
     method: str = "exact"
     time_limit_s: float = 60.0
-    """Of a search, in seconds of its work (planner/work_clock.py); of `ilp`, by the time of day."""
+    """Of a search, in seconds of its work (problem/work_clock.py); of `ilp`, by the time of day."""
     ends_at: float = math.inf
     """When every search ends, of `time.perf_counter`."""
     gap: float = 1e-6

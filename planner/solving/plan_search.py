@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from llmpq.errors import DoesNotFitError
+from llmpq.planner.check.refusal import NothingFitsError, too_big
 from llmpq.planner.evaluate.objective import sum_omega
 from llmpq.planner.front.preference import WEIGHTS, Scored, look_around, preferred
 from llmpq.planner.problem.numbers import chunk_sizes, small_chunks
@@ -23,9 +24,8 @@ from llmpq.planner.problem.outcome import (
     WarmStart,
 )
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.refusal import NothingFitsError, too_big
+from llmpq.planner.problem.work_clock import Timer, counting, now_s
 from llmpq.planner.solving.methods import SolveOptions, solve
-from llmpq.planner.work_clock import Timer, counting, now_s
 
 FIRST_SHARE = 0.4
 """Share of the time that the problem with the smallest bound has at least."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import CostModel
+from llmpq.costs.cost_model import CostModel
+from llmpq.devices.cluster import Cluster
 from llmpq.devices.joined_devices import group_of
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import StoredForm
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.problem.problem import Problem
+from llmpq.plans.plan import StoredForm
 from llmpq.precision import Precision
 from llmpq.sensitivity import Sensitivity
+from llmpq.sizes.memory import Quantization
 from llmpq.workload import Workload
 
 PLAIN = (

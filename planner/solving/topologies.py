@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmpq.planner.costs.stage_memory import weights_of_groups
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import BUDGET_ROUNDING, job_time, value
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.stage_memory import weights_of_groups
+from llmpq.planner.problem.work_clock import counting
 from llmpq.planner.solving.count_vectors import MOST_VECTORS, Place, Vector
 from llmpq.planner.solving.device_groups import on_places, with_groups
 from llmpq.planner.solving.engine_prices import EnginePrice
@@ -27,7 +28,6 @@ from llmpq.planner.solving.topology_search import (
     dealt_equally,
     equal_shares,
 )
-from llmpq.planner.work_clock import counting
 
 SAME = 1e-9
 """Relative difference of the values of one plan on devices that are alike."""
@@ -73,7 +73,7 @@ class FoundTopology:
     """Share by which the best that sends between devices is quicker than these engines, which do
     not and are taken; None where they are the best by themselves."""
     work_s: float = 0.0
-    """Of the search, by the clock that counts it (planner/work_clock.py)."""
+    """Of the search, by the clock that counts it (planner/problem/work_clock.py)."""
     cut: bool = False
     """Whether the time limit ended the search before its work was done."""
     most: tuple[tuple[Vector, int], ...] = ()

@@ -14,12 +14,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llmpq.cluster import Device
+from llmpq.devices.cluster import Device
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.work_clock import Timer, now_s
 from llmpq.planner.solving.count_vectors import CountVectors, Place, Vector
 from llmpq.planner.solving.engine_prices import EnginePrice, EnginePrices
 from llmpq.planner.solving.methods import SolveOptions
-from llmpq.planner.work_clock import Timer, now_s
 
 TOPOLOGY_GAP = 1e-3
 """Relative gap to which topologies are searched: more engines must be better by more than this."""

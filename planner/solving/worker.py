@@ -24,20 +24,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmpq.child import read_lines, take_answers, write_line
 from llmpq.errors import DoesNotFitError, LlmpqError
+from llmpq.planner.check.refusal import NothingFitsError
 from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.refusal import NothingFitsError
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.problem_json import parse_problem, problem_data
 from llmpq.precision import KVPrecision
 
 if TYPE_CHECKING:
-    from llmpq.plan import Plan
-    from llmpq.planner.baselines.flexgen import OffloadEstimate
     from llmpq.planner.front.front import Front
+    from llmpq.planner.ilp.flexgen import OffloadEstimate
     from llmpq.planner.solving.plan_search import Solved
     from llmpq.planner.solving.topologies import FoundTopology
     from llmpq.planner.solving.topology_search import KnownPipeline
+    from llmpq.plans.plan import Plan
 
 CHILD = (sys.executable, "-m", "llmpq.planner.solving.worker")
 _PR_SET_PDEATHSIG = 1
@@ -173,7 +173,7 @@ def front_in_child(
 
 def offload_in_child(problem: Problem, budget: float | None = None) -> OffloadEstimate:
     """Return the estimate of offloading a problem's job, within a budget of the sum of omega."""
-    from llmpq.planner.baselines.flexgen import OffloadEstimate
+    from llmpq.planner.ilp.flexgen import OffloadEstimate
 
     answer = run_in_child(problem, "offload", {"budget": budget}, method="flexgen")
     return OffloadEstimate(**answer)
@@ -222,15 +222,15 @@ def _do(problem: Problem, job: Job, options: dict[str, Any]) -> dict[str, Any]:
         from llmpq.planner.front.front import pareto_front
 
         return asdict(pareto_front(problem, **options))
-    from llmpq.planner.baselines.flexgen import estimate_flexgen
+    from llmpq.planner.ilp.flexgen import estimate_flexgen
 
     return asdict(estimate_flexgen(problem, **options))
 
 
 def _certificate(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
     """Make the certificate of a plan."""
-    from llmpq.plan import Plan
     from llmpq.planner.solving.certificate import certificate
+    from llmpq.plans.plan import Plan
 
     variants = [
         problem.with_job(kv=KVPrecision(kv)).with_changes(chunk=chunk)

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llmpq.errors import DoesNotFitError
-from llmpq.plan import ClusterRef, Plan
-from llmpq.planner.answer import checked_plan
+from llmpq.planner.evaluate.engine_simulation import EngineModel
 from llmpq.planner.front.preference import WEIGHTS, look_around
 from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.simulated import EngineModel
+from llmpq.planner.solving.answer import checked_plan
 from llmpq.planner.solving.count_vectors import Place
 from llmpq.planner.solving.device_groups import on_places
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import best_plan
 from llmpq.planner.solving.topology_search import GROUP_GAIN
 from llmpq.planner.traffic.steady_state import MeanLengths, SteadyState, best_state
+from llmpq.plans.plan import ClusterRef, Plan
 from llmpq.service_measures import ServiceLimits
 
 ENGINE_S = 2.0

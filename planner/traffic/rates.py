@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from llmpq.planner.simulated import EngineModel, simulate
-from llmpq.planner.work_clock import now_s, spend_s
+from llmpq.planner.evaluate.engine_simulation import EngineModel, simulate
+from llmpq.planner.problem.work_clock import now_s, spend_s
 from llmpq.service_measures import ATTAINMENT, ServedRequest, ServiceLimits, ServiceMeasures
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.traffic import Arrival, at_rate, repeated

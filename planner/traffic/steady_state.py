@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmpq.planner.simulated import EngineModel, StepRows
+from llmpq.planner.evaluate.engine_simulation import EngineModel, StepRows
 from llmpq.planner.traffic.named_traffic import NamedTraffic
 from llmpq.service_measures import ServiceLimits
 from llmpq.sizes.kv_format import BLOCK_TOKENS

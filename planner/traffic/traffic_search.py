@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llmpq.errors import DoesNotFitError
-from llmpq.plan import Plan, TrafficForm
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.work_clock import Timer, counting, now_s
 from llmpq.planner.solving.count_vectors import CountVectors, Vector
 from llmpq.planner.solving.device_groups import with_groups
 from llmpq.planner.solving.methods import SolveOptions
@@ -33,9 +33,9 @@ from llmpq.planner.traffic.rates import (
     requests_at_once,
 )
 from llmpq.planner.traffic.steady_state import MeanLengths
-from llmpq.planner.work_clock import Timer, counting, now_s
+from llmpq.plans.plan import Plan, TrafficForm
+from llmpq.plans.topology import EngineShare, Topology, TopologyPredicted
 from llmpq.service_measures import ATTAINMENT, Quantiles, ServiceMeasures
-from llmpq.topology import EngineShare, Topology, TopologyPredicted
 
 TrafficObjective = Literal["throughput", "rate", "latency"]
 REQUESTS_AT_ONCE = (64, 16, 256, 4, 1)

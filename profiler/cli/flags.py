@@ -15,7 +15,7 @@ from llmpq.precision import WEIGHT_ONLY, KVPrecision
 from llmpq.workload import full_dtype
 
 if TYPE_CHECKING:  # --help opens without what sizes need
-    from llmpq.memory import CpuActivations
+    from llmpq.sizes.memory import CpuActivations
 
 ALL_KV = ",".join(kv.value for kv in KVPrecision if kv is not KVPrecision.KV16)
 BITS = ",".join(str(p.weight_bits) for p in WEIGHT_ONLY)

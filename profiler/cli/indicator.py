@@ -16,13 +16,13 @@ from rich.progress import Progress
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import local_model
 from llmpq.errors import ExitCode
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec, builtin_name
+from llmpq.models.model_spec import ModelSpec, builtin_name
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.cli.flags import OmegaRequest
 from llmpq.profiler.cli.tables import omega_table
 from llmpq.profiler.timing.cases import model_spec
 from llmpq.sensitivity import Sensitivity
+from llmpq.sizes.memory import Quantization
 
 if TYPE_CHECKING:
     from llmpq.profiler.quality.omega import HessianObserver, VarianceObserver

@@ -22,11 +22,11 @@ from llmpq.checkpoints.hub import local_model
 from llmpq.commands.command_line import run_command
 from llmpq.errors import ExitCode
 from llmpq.families import FAMILIES
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan
 from llmpq.precision import K_PADDING, KVPrecision, Precision
 from llmpq.profiler.cli.flags import QuantizeRequest, quantize_parser
+from llmpq.sizes.memory import Quantization
 from llmpq.units import format_size
 
 _log = logging.getLogger("llmpq.quantize")

@@ -9,15 +9,15 @@ from functools import reduce
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llmpq.capabilities import execution_modes, lacking_sentence, packed_kv_sentence
-from llmpq.cluster import Cluster, Device
 from llmpq.commands.output_paths import check_files
-from llmpq.cost_model import CostModel
-from llmpq.default_dtype import default_dtype
+from llmpq.costs.cost_model import CostModel
+from llmpq.devices.cluster import Cluster, Device
+from llmpq.devices.default_dtype import default_dtype
 from llmpq.devices.this_machine import usable_cores
 from llmpq.errors import ExitCode
 from llmpq.missing_packages import require_modules
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.capabilities import execution_modes, lacking_sentence, packed_kv_sentence
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.cli.flags import MergeRequest, ProfileRequest, job_lengths
 from llmpq.profiler.cli.tables import links_table, profile_tables

@@ -16,12 +16,12 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
-from llmpq.cluster import Cluster, Device
-from llmpq.cost_model import CostModel, NodeLinkCost
-from llmpq.default_dtype import default_dtype
+from llmpq.costs.cost_model import CostModel, NodeLinkCost
+from llmpq.devices.cluster import Cluster, Device
+from llmpq.devices.default_dtype import default_dtype
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.out_of_memory import first_line
-from llmpq.plan import NodePlan, StagePlan
+from llmpq.plans.plan import NodePlan, StagePlan
 from llmpq.precision import Precision
 from llmpq.profiler.cli.flags import ProfileRequest
 from llmpq.profiler.cli.run import make_job
@@ -29,9 +29,9 @@ from llmpq.profiler.cli.tables import links_table, node_links_table
 from llmpq.profiler.timing.cases import LinkJob, LinkTimings, model_spec
 from llmpq.profiler.timing.latency_fit import fit_link, fit_rounds
 from llmpq.runtime.launch.nodes.node_match import RayNode, WantedNode
-from llmpq.runtime.launch.nodes.node_questions import ask_nodes
 from llmpq.runtime.launch.on_ray.actor_class import actor_class
 from llmpq.runtime.launch.on_ray.connect import ray_cluster
+from llmpq.runtime.launch.on_ray.node_questions import ask_nodes
 from llmpq.runtime.launch.on_ray.placement import wait_for_nodes
 from llmpq.runtime.launch.on_ray.ray_stage import failure_of
 from llmpq.runtime.launch.stages.stage_host import addresses_of

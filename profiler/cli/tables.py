@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.box import SIMPLE
 from rich.table import Table
 
-from llmpq.cost_model import CostModel, LatencyEntry, Phase
+from llmpq.costs.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.profiler.timing.cases import Target
 from llmpq.profiler.timing.profile_host import HostProfile
 from llmpq.sensitivity import Sensitivity

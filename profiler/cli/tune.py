@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 from llmpq.errors import ExitCode
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, QuantizationForm
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan, QuantizationForm
 from llmpq.precision import Precision
 from llmpq.profiler.cli.flags import TuneRequest, job_lengths
 from llmpq.profiler.timing.cases import model_spec
-from llmpq.runtime.tools.tune_products import TuneJob, job_of, line, tune, weight_only
+from llmpq.runtime.backends.tune_products import TuneJob, job_of, line, tune, weight_only
 from llmpq.workload import Workload
 
 

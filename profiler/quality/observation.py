@@ -16,16 +16,16 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.fresh_attention import FreshAttention
 from llmpq.runtime.cache.kv_cache import AttentionInputs
+from llmpq.runtime.models.layer_tensors import TensorSource
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.step import Step
-from llmpq.runtime.weights.sources import TensorSource
+from llmpq.runtime.steps.step import Step
+from llmpq.sizes.memory import Quantization
 
 WINDOWS_AT_ONCE = 4
 

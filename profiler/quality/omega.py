@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from llmpq.memory import Quantization
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.quality.hessian import HessianSum, squared_error
 from llmpq.profiler.quality.kv_variance import KVRanges, kv_omega, kv_ranges, mean_ranges
@@ -23,6 +22,7 @@ from llmpq.profiler.quality.variance import (
     activation_omega,
     weight_omega,
 )
+from llmpq.sizes.memory import Quantization
 
 Table = dict[Precision, list[float]]
 KVTable = dict[KVPrecision, list[float]]

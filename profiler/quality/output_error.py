@@ -21,9 +21,9 @@ from torch.nn import functional
 from llmpq.kernels.formats.atom_scheme import atom_scheme
 from llmpq.kernels.weights.atom_weight import quantize_atom
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
-from llmpq.memory import Quantization
 from llmpq.precision import KVPrecision, Precision, WeightScheme, default_outliers
 from llmpq.profiler.quality.kv_variance import KVRanges, kv_omega, kv_ranges, mean_ranges
+from llmpq.sizes.memory import Quantization
 
 SAMPLE_TOKENS = 512
 """Tokens stored of each linear's input, spread over the calibration text."""

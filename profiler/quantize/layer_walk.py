@@ -18,15 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.kernels.weights.weight import Weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.fresh_attention import FreshAttention
-from llmpq.runtime.models.layer_tensors import LayerTensors
+from llmpq.runtime.models.layer_tensors import LayerTensors, TensorSource
 from llmpq.runtime.models.layers import Attention, DecoderLayer
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.wiring import Wiring
-from llmpq.runtime.step import Step
-from llmpq.runtime.weights.sources import TensorSource
+from llmpq.runtime.steps.step import Step
 
 WINDOWS_AT_ONCE = 4
 MAX_WINDOWS = 1 << 14

@@ -19,7 +19,7 @@ from torch import Tensor
 from llmpq.kernels.atom.reference import rounded
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.weights.weight import Weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, Hessian, LayerView
 from llmpq.profiler.quantize.one_layer import (
     Recipe,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme, default_outliers
 from llmpq.profiler.quantize.gptq import DAMPING
 from llmpq.profiler.quantize.one_layer import Recipe

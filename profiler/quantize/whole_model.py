@@ -20,7 +20,7 @@ from llmpq.checkpoints.quantization_config import OWN_FORM
 from llmpq.file_form import read_json
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.weights.weight import Weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.quantize.layer_walk import CalibrationRun
 from llmpq.profiler.quantize.linears_in_turn import quantize

@@ -13,11 +13,11 @@ from pydantic import Field
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import local_model
-from llmpq.cost_model import Padding, Part, Phase
+from llmpq.costs.cost_model import Padding, Part, Phase
 from llmpq.file_form import FileForm
-from llmpq.memory import CpuActivations
-from llmpq.model_spec import ModelSpec, builtin_name
+from llmpq.models.model_spec import ModelSpec, builtin_name
 from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.memory import CpuActivations
 from llmpq.workload import Dtype
 
 
@@ -112,7 +112,7 @@ class Conditions(FileForm):
     padded_to: int = Field(default=1, gt=0)
     """In samples of older profiles, a multiple of which prompts of so many tokens or more took."""
     kernels: str = ""
-    """The mark of the sources that were timed (llmpq/devices/kernel_sources.py)."""
+    """The mark of the sources that were timed (llmpq/costs/kernel_sources.py)."""
 
 
 class Sample(FileForm):

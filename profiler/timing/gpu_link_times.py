@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from llmpq.profiler.timing.cases import LinkTimings
-from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.links.device_links import StageLinks
 from llmpq.runtime.links.peer_links import BufferSizes
+from llmpq.runtime.steps.device_copies import arrived
 
 ROWS = 8
 TOKENS = (1, 16, 256, 2048)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from llmpq.costs_cache import cache_folder
+from llmpq.costs.costs_cache import cache_folder
 from llmpq.profiler.timing.cases import LinkJob
 from llmpq.profiler.timing.link_times import run_link
 from llmpq.profiler.timing.profile_host import ProfileJob, run

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import combinations_with_replacement
 
-from llmpq.cluster import Device
-from llmpq.cost_model import LinkCost
+from llmpq.costs.cost_model import LinkCost
+from llmpq.devices.cluster import Device
 from llmpq.devices.device_spec import canonical_kind, siblings
 from llmpq.profiler.timing.cases import LinkTimings, Ready, SetUp
 from llmpq.profiler.timing.latency_fit import fit_link

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.cost_model import (
+from llmpq.costs.cost_model import (
     TERMS,
     ErrorStats,
     Padding,

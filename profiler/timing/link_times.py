@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from llmpq.profiler.timing.cases import LinkJob, LinkTimings
 from llmpq.profiler.timing.gpu_link_times import room, run_rounds
-from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.launch.stages.stage_host import talk_over
 from llmpq.runtime.links.device_links import connect_devices
 from llmpq.runtime.links.transport import GlooTransport, MessageSizes, join_gloo, more_connections
-from llmpq.runtime.request import StepKind, StepMessage
-from llmpq.runtime.step import message_of_rows
+from llmpq.runtime.requests.request import StepKind, StepMessage
+from llmpq.runtime.steps.device_copies import arrived
+from llmpq.runtime.steps.step import message_of_rows
 
 ROWS = 8
 TOKENS = (1, 8, 64, 256)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.cost_model import Phase
+from llmpq.costs.cost_model import Phase
 
 Array = NDArray[np.float64]
 

@@ -12,12 +12,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 
-from llmpq.cluster import Cluster, Device
-from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Phase, taken_length
-from llmpq.devices.kernel_sources import stage_mark
+from llmpq.costs.cost_model import CostModel, LatencyEntry, LinkCost, Phase, taken_length
+from llmpq.costs.kernel_sources import stage_mark
+from llmpq.devices.cluster import Cluster, Device
 from llmpq.errors import StageLostError, unknown_name
-from llmpq.memory import CpuActivations
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.timing.cases import (
     CaseTime,
@@ -41,6 +40,7 @@ from llmpq.profiler.timing.worker_processes import (
     visible_gpus,
 )
 from llmpq.sizes.attended_keys import Windows, chosen_keys, windows_of
+from llmpq.sizes.memory import CpuActivations
 from llmpq.version import __version__
 from llmpq.workload import Dtype
 

@@ -15,8 +15,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from llmpq.cost_model import Phase
-from llmpq.model_spec import ModelSpec
+from llmpq.costs.cost_model import Phase
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.timing.cases import Target, TimedCase
 from llmpq.workload import CHUNK_TOKENS, Dtype

@@ -19,24 +19,24 @@ from dataclasses import replace
 
 import torch
 
-from llmpq.cost_model import Phase
-from llmpq.memory import Quantization, layer_weight_bytes
-from llmpq.model_spec import ModelSpec
+from llmpq.costs.cost_model import Phase
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.timing.cases import CaseTime, Effort, Sampling, Target, TimedCase
 from llmpq.profiler.timing.shape_grid import TIMED_LAYERS
 from llmpq.profiler.timing.stopwatch import time_call
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.build_stage import stage_over_pool
-from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
-from llmpq.runtime.request import PagedRow, StepKind, StepMessage
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import message_of_rows
+from llmpq.runtime.requests.request import PagedRow, StepKind, StepMessage
+from llmpq.runtime.requests.sampling_params import SamplerConfig
+from llmpq.runtime.steps.device_copies import arrived
+from llmpq.runtime.steps.step import message_of_rows
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import first_seen_block, pool_blocks
+from llmpq.sizes.memory import Quantization, layer_weight_bytes
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.workload import DTYPE_BYTES
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from llmpq.child import serve_calls
-from llmpq.memory import Quantization
 from llmpq.profiler.timing.cases import LinkJob, Ready, SetUp, TimedCase, model_spec
 from llmpq.profiler.timing.timed_layers import TimedModel
+from llmpq.sizes.memory import Quantization
 
 CALLS = ("ready", "time", "link", "lost")
 

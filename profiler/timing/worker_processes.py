@@ -18,10 +18,9 @@ from functools import lru_cache
 from typing import Any, Self, TypeVar
 
 from llmpq.child import CallFailed, Child
-from llmpq.cluster import Device
+from llmpq.devices.cluster import Device
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.file_form import FileForm
-from llmpq.memory import CpuActivations
 from llmpq.profiler.timing.cases import (
     CaseTime,
     Effort,
@@ -32,6 +31,7 @@ from llmpq.profiler.timing.cases import (
     SetUp,
     TimedCase,
 )
+from llmpq.sizes.memory import CpuActivations
 
 _TIMED = "llmpq.profiler.timing.timed_process"
 SUSTAIN_S = 0.1

@@ -8,23 +8,23 @@ from contextlib import contextmanager
 
 import torch
 
-from llmpq.capabilities import execution_modes, packed_kv_refusal, require
 from llmpq.errors import DoesNotFitError
 from llmpq.kernels.kernel_table import TENSOR_CORES
 from llmpq.kernels.multiprocessors import older_than
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
-from llmpq.plan import Plan, Worker
+from llmpq.plans.capabilities import execution_modes, packed_kv_refusal, require
+from llmpq.plans.plan import Plan, Worker
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
+from llmpq.runtime.models.layer_tensors import TensorSource
 from llmpq.runtime.models.linear import Reduce, round_activations
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import DTYPES, HeldParts, StageModel
 from llmpq.runtime.models.wiring import Split
-from llmpq.runtime.trace import LoadReport
-from llmpq.runtime.weights.sources import TensorSource
+from llmpq.runtime.steps.trace import LoadReport
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.units import format_size
 from llmpq.workload import CHUNK_TOKENS

@@ -42,7 +42,7 @@ from llmpq.runtime.models.mlps import GatedMLP
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer, runs_in
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.step import RaggedStep, Step
+from llmpq.runtime.steps.step import RaggedStep, Step
 from llmpq.sizes.pool_size import PoolSize
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.capabilities import execution_modes, require
+from llmpq.plans.capabilities import execution_modes, require
+from llmpq.plans.speculation import SpeculationMode
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.forwarding_kv import DraftedKV
 from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
-from llmpq.runtime.device_copies import HostCopy, upload
 from llmpq.runtime.drafts.acceptance import DraftProbs, accept, draft_tokens
 from llmpq.runtime.drafts.draft_model import DraftModel, build_draft
 from llmpq.runtime.drafts.mtp_drafts import MtpDrafts
@@ -28,13 +28,13 @@ from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.ruled_sampling import ConstrainedSampler
 from llmpq.runtime.models.sampling import finite_choices
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import PagedRow, StepKind, StepMessage
-from llmpq.runtime.step import RaggedStep, message_of_rows
-from llmpq.runtime.trace import KindTotals
+from llmpq.runtime.requests.request import PagedRow, StepKind, StepMessage
+from llmpq.runtime.steps.device_copies import HostCopy, upload
+from llmpq.runtime.steps.step import RaggedStep, message_of_rows
+from llmpq.runtime.steps.trace import KindTotals
 from llmpq.sizes.pool_size import READS_KV4, PoolSize, draft_pool, mtp_pool
 from llmpq.sizes.state_size import NOTED_TOKENS
 from llmpq.sizes.step_padding import EXACT_TOKENS, cpu_padded
-from llmpq.speculation import SpeculationMode
 
 WARM_UP_S = 2.0
 """How long a stage on a CPU goes on running shapes to come."""

@@ -17,11 +17,11 @@ from torch import Tensor
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache, StepPlan
 from llmpq.kernels.kv.step_view import completed_blocks
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import AttentionInputs, PagedKV
-from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import RaggedStep, Span
+from llmpq.runtime.requests.request import PagedRow
+from llmpq.runtime.steps.step import RaggedStep, Span
 from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_blocks
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.workspace import QUERIES_AT_ONCE

@@ -24,11 +24,11 @@ from llmpq.kernels.cpu.block_attention import BlockRows, attend_blocks, native_t
 from llmpq.kernels.cpu.native_layer import PoolPlace, PoolPlaces
 from llmpq.kernels.kv.reference import ScoreRule, Scoring, attend_chosen
 from llmpq.kernels.native import huge_pages
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.runtime.cache.attention import NEG_INF, sinks_of, with_scores
 from llmpq.runtime.cache.kv_cache import AttentionInputs, PagedKV
-from llmpq.runtime.models.attention import NEG_INF, sinks_of, with_scores
-from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import RaggedStep, Span
+from llmpq.runtime.requests.request import PagedRow
+from llmpq.runtime.steps.step import RaggedStep, Span
 from llmpq.sizes.kv_format import BLOCK_TOKENS, first_seen_block
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.workspace import CHUNK_ELEMENTS, LEAST_KEYS

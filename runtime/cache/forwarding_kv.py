@@ -20,10 +20,10 @@ from typing import cast
 
 from torch import Tensor
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import MAX_GAMMA
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import MAX_GAMMA
 from llmpq.runtime.cache.kv_cache import AttentionInputs, PagedKV, StepT
-from llmpq.runtime.request import PagedRow
+from llmpq.runtime.requests.request import PagedRow
 from llmpq.sizes.kv_format import HOLDBACK_TOKENS
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from llmpq.runtime.cache.attention import attend_padded
 from llmpq.runtime.cache.kv_cache import AttentionInputs, KVCache
-from llmpq.runtime.models.attention import attend_padded
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 
 
 class FreshAttention(KVCache[Step]):

@@ -21,7 +21,7 @@ from llmpq.runtime.cache.forwarding_kv import DraftedKV, ForwardingKV, KVByShape
 from llmpq.runtime.cache.gpu_packed_kv import rotated
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
 from llmpq.runtime.cache.kv_cache import AttentionInputs, PagedKV
-from llmpq.runtime.paged_step import PagedStep
+from llmpq.runtime.steps.paged_step import PagedStep
 
 
 class GpuForwardingKV(ForwardingKV[PagedStep], GpuPagedKVBase):

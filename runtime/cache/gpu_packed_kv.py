@@ -30,13 +30,13 @@ from llmpq.kernels.kv.paged.packed_pages import (
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged.paged_rows import Ints, TokenPlaces
 from llmpq.kernels.kv.storage import KVLayer
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers, write_blocks
 from llmpq.runtime.cache.kv_cache import AttentionInputs, PagedKV
-from llmpq.runtime.device_copies import upload
-from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.request import PagedRow
+from llmpq.runtime.requests.request import PagedRow
+from llmpq.runtime.steps.device_copies import upload
+from llmpq.runtime.steps.paged_step import PagedStep
 from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize
 
@@ -55,7 +55,7 @@ class GpuPackedKV(GpuPagedKVBase):
         device: torch.device | str,
     ) -> None:
         """`layers`: their numbers in the model."""
-        assert not size.window, "llmpq/capabilities.py refuses before"
+        assert not size.window, "llmpq/plans/capabilities.py refuses before"
         fmt = self._format(spec, kv)
         self._device = torch.device(device)
         # A column for the newest tokens, too, which no block holds yet: `spread` looks them up.

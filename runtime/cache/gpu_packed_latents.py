@@ -14,11 +14,11 @@ from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.paged.packed_latent_pages import append_packed_latents, attend_packed_latents
 from llmpq.kernels.kv.paged.packed_pages import PackedRows
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
 from llmpq.runtime.cache.kv_cache import AttentionInputs
-from llmpq.runtime.paged_step import PagedStep
+from llmpq.runtime.steps.paged_step import PagedStep
 
 
 class GpuPackedLatents(GpuPackedKV):

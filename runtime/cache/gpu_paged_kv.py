@@ -33,13 +33,13 @@ from llmpq.kernels.kv.paged.paged_rows import (
 )
 from llmpq.kernels.kv.prompt_attend import WIDEST, prompt_attend
 from llmpq.kernels.kv.reference import Scoring
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers, tokens_of, write_blocks
 from llmpq.runtime.cache.host_blocks import HostBlocks
 from llmpq.runtime.cache.kv_cache import AttentionInputs
-from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.request import PagedRow
+from llmpq.runtime.requests.request import PagedRow
+from llmpq.runtime.steps.paged_step import PagedStep
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize
 
@@ -97,7 +97,7 @@ class GpuPagedKV(GpuPagedKVBase):
         device: torch.device | str,
     ) -> None:
         """`layers`: their numbers in the model."""
-        assert spec.kv_vectors == 2, "llmpq/capabilities.py refuses before"
+        assert spec.kv_vectors == 2, "llmpq/plans/capabilities.py refuses before"
         device = torch.device(device)
         self.columns = pool_blocks(KVPrecision.KV16, size.max_len)
         kinds = [bool(size.window) and spec.is_windowed(layer) for layer in layers]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from llmpq.kernels.kv.paged.paged_rows import FIELDS, Ints, Rows, TokenPlaces, spread
 from llmpq.runtime.cache.kv_cache import PagedKV
-from llmpq.runtime.device_copies import upload
-from llmpq.runtime.paged_step import PagedStep
+from llmpq.runtime.steps.device_copies import upload
+from llmpq.runtime.steps.paged_step import PagedStep
 
 Numbers = Sequence[int] | Ints
 """Some of what is sent of a step; of thousands an array, for lists of them take milliseconds."""

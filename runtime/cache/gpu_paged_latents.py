@@ -16,13 +16,13 @@ from torch import Tensor
 from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.kv.paged.chosen_latents import attend_chosen_latents, token_rows
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan, attend_latent_pages
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, tokens_of, write_blocks
 from llmpq.runtime.cache.host_blocks import HostBlocks
 from llmpq.runtime.cache.kv_cache import AttentionInputs
-from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.request import PagedRow
+from llmpq.runtime.requests.request import PagedRow
+from llmpq.runtime.steps.paged_step import PagedStep
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmpq.runtime.request import PagedRow
+from llmpq.runtime.requests.request import PagedRow
 
 
 class HostBlocks:

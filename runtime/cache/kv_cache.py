@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from torch import Tensor
 
 from llmpq.kernels.kv.reference import IndexQueries, ScoreRule, Scoring
-from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import Step
+from llmpq.runtime.requests.request import PagedRow
+from llmpq.runtime.steps.step import Step
 
 if TYPE_CHECKING:
     from llmpq.kernels.cpu.native_layer import PoolPlace, PoolPlaces

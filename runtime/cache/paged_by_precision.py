@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.cpu_packed_kv import CpuPackedKV
 from llmpq.runtime.cache.cpu_paged_kv import CpuPagedKV
@@ -28,7 +28,7 @@ def make_paged_kv(
 ) -> PagedKV:
     """Allocate a stage's pool, and states of its recurrent layers; `layers`: their numbers.
 
-    On a GPU llmpq/capabilities.py has refused what its kernels lack.
+    On a GPU llmpq/plans/capabilities.py has refused what its kernels lack.
     """
     own = layers_with_kv(spec, layers)
 

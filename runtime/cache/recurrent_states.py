@@ -27,10 +27,10 @@ from torch import Tensor
 
 from llmpq.families.common.spec_values import Recurrent
 from llmpq.kernels.cpu.recurrent_step import SingleRows
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import Span
+from llmpq.runtime.requests.request import PagedRow
+from llmpq.runtime.steps.step import Span
 
 Cache = TypeVar("Cache", bound=KVCache)
 

@@ -16,8 +16,8 @@ from typing import Any, Self
 from llmpq.errors import ExitCode, RequestFailedError
 from llmpq.runtime.cli.chat_flags import ChatOptions
 from llmpq.runtime.cli.plan_file import load_plan
-from llmpq.runtime.llm import LLM
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.entrypoints.llm import LLM
+from llmpq.runtime.requests.sampling_params import SamplingParams
 from llmpq.runtime.text.request_factory import Prompt
 
 _HELP = """\

@@ -8,7 +8,7 @@ from llmpq.commands.command_line import CommandParser
 from llmpq.runtime.cli.engine_flags import add_engine_flags
 from llmpq.runtime.cli.run_flags import add_plan
 from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, LENGTH_FLAGS, OTHER_FLAGS
-from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.options.engine_options import EngineOptions
 
 
 @dataclass(frozen=True, kw_only=True)

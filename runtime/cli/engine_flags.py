@@ -11,7 +11,14 @@ from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from llmpq.commands.command_line import Only, Section, token_count
-from llmpq.runtime.options import PLANNING, STATED, Deadlines, EngineOptions, choices, field_docs
+from llmpq.runtime.options.engine_options import (
+    PLANNING,
+    STATED,
+    Deadlines,
+    EngineOptions,
+    choices,
+    field_docs,
+)
 
 _TOKENS = ("max_model_len", "max_num_batched_tokens")
 _VALUES = {

@@ -22,7 +22,7 @@ from llmpq.runtime.cli import tool_flags
 from llmpq.runtime.cli.chat_flags import ChatOptions, chat_parser
 from llmpq.runtime.cli.run_flags import RunOptions, run_parser
 from llmpq.runtime.cli.serve_flags import ServeOptions, serve_parser
-from llmpq.runtime.options import as_flags
+from llmpq.runtime.options.engine_options import as_flags
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmpq.errors import BadPlanError
-from llmpq.plan import Plan
-from llmpq.topology import Topology, read_plan
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology, read_plan
 
 
 def load_plan(name: str) -> Plan:

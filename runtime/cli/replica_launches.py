@@ -10,15 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.devices.this_machine import read_gpus, visible
-from llmpq.plan import Plan
-from llmpq.runtime.auto_plan import devices_of
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology
 from llmpq.runtime.cli.plan_file import load_engines
 from llmpq.runtime.cli.serve_flags import ServeOptions
-from llmpq.runtime.options import PLANNING, EngineOptions
-from llmpq.runtime.plan_choice import Chosen, choose_plan
+from llmpq.runtime.launch.plans.auto_plan import devices_of
+from llmpq.runtime.launch.plans.plan_choice import Chosen, choose_plan
+from llmpq.runtime.options.engine_options import PLANNING, EngineOptions
 from llmpq.runtime.serve.replicas.device_shares import gpus_of_copies, shares_of
 from llmpq.runtime.serve.replicas.replica_server import ReplicaLaunch
-from llmpq.topology import Topology
 
 
 def launches_of(options: ServeOptions) -> list[ReplicaLaunch]:

@@ -18,22 +18,23 @@ from typing import Any
 
 from rich.console import Console
 
-from llmpq.checkpoints.generation_config import read_generation_config
 from llmpq.checkpoints.hub import local_model
 from llmpq.checkpoints.quantization_config import require_method
 from llmpq.commands.command_line import refuse_without_effect
 from llmpq.commands.output_paths import check_files, require_folder, write_all
 from llmpq.errors import CONTINUE, DeadlineError, ExitCode, StageLostError
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
-from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS, Lengths, plan_for
+from llmpq.models.generation_config import read_generation_config
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology
 from llmpq.runtime.cli.plan_file import load_engines
 from llmpq.runtime.cli.run_flags import RunOptions, check_flags, defaults_of
-from llmpq.runtime.control_socket import answering
-from llmpq.runtime.engines import Engines
+from llmpq.runtime.elastic.control_socket import answering
+from llmpq.runtime.entrypoints.engines import Engines
+from llmpq.runtime.entrypoints.llm import LLM
 from llmpq.runtime.launch.choose_launcher import choose_backend
-from llmpq.runtime.llm import LLM
-from llmpq.runtime.options import AUTO, PLANNED, EngineOptions
+from llmpq.runtime.launch.plans.auto_plan import DEFAULT_NEW_TOKENS, Lengths, plan_for
+from llmpq.runtime.options.engine_options import AUTO, PLANNED, EngineOptions
 from llmpq.runtime.report.job_report import (
     JobReport,
     JobResult,
@@ -43,15 +44,14 @@ from llmpq.runtime.report.job_report import (
     without_timeline,
     write_report,
 )
-from llmpq.runtime.request import Progress
-from llmpq.runtime.request_output import NO_ROOM, RequestOutput
+from llmpq.runtime.requests.request import Progress
+from llmpq.runtime.requests.request_output import NO_ROOM, RequestOutput
 from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows, require_no_answers
 from llmpq.runtime.text.batch_rows import BatchRow, answer_line, error_line
 from llmpq.runtime.text.made_with import made_by, made_with, replaced
 from llmpq.runtime.text.request_factory import PreparedPrompt
 from llmpq.runtime.text.token_journal import TokenJournal, begun_answers
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.topology import Topology
 
 _log = logging.getLogger("llmpq.run")
 
@@ -212,7 +212,7 @@ def _made_plan(
 
 def _tune(plan: Plan, spec: ModelSpec) -> None:
     """Tune the plan's products on this machine's GPU; the stages read what is found."""
-    from llmpq.runtime.tools.tune_products import job_of, line, tune
+    from llmpq.runtime.backends.tune_products import job_of, line, tune
 
     for found in tune(job_of(plan, spec)):
         _log.info("%s", line(found))

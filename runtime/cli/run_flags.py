@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llmpq.commands.command_line import CommandParser, Only, Section, token_count
-from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS
 from llmpq.runtime.cli.engine_flags import add_engine_flags
 from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, OTHER_FLAGS
-from llmpq.runtime.options import MAX_TIMEOUT_S, EngineOptions
-from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.launch.plans.auto_plan import DEFAULT_NEW_TOKENS
+from llmpq.runtime.options.engine_options import MAX_TIMEOUT_S, EngineOptions
+from llmpq.runtime.requests.sampling_params import SamplerConfig
 from llmpq.runtime.text.batch_rows import Defaults
 
 NOTES = """\

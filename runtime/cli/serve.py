@@ -11,11 +11,11 @@ from typing import Any
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import name_of, require_named
 from llmpq.commands.output_paths import check_files
+from llmpq.plans.topology import Topology
 from llmpq.runtime.cli.plan_file import load_engines, load_plan
 from llmpq.runtime.cli.serve_flags import ServeOptions
-from llmpq.runtime.llm import LLM
+from llmpq.runtime.entrypoints.llm import LLM
 from llmpq.runtime.serve.settings import ServeSettings
-from llmpq.topology import Topology
 
 
 def main(options: ServeOptions) -> int:

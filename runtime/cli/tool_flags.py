@@ -16,11 +16,11 @@ from llmpq.precision import Precision
 from llmpq.runtime.cli.engine_flags import add_engine_flags
 from llmpq.runtime.cli.run_flags import add_plan, add_report, add_speculation
 from llmpq.runtime.cli.vllm_flags import BENCH_FLAGS, IDLE_FLAGS, OTHER_FLAGS
-from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.workload import full_dtype
 
 if TYPE_CHECKING:
-    from llmpq.memory import CpuActivations
+    from llmpq.sizes.memory import CpuActivations
 
 JOB: Mapping[str, Any] = {
     "bits": "w16a16",

@@ -1,6 +1,6 @@
 """Flags of vLLM, llama.cpp, llmpq-algo and earlier versions, and what stands for them here.
 
-What vLLM has as arguments of `LLM`, too, is in runtime/vllm_options.py.
+What vLLM has as arguments of `LLM`, too, is in runtime/options/vllm_options.py.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from llmpq.commands.command_line import Idle
-from llmpq.runtime.options import AUTO, OWN_FORMATS, QUANTISED_FORMATS
-from llmpq.runtime.vllm_options import VLLM_OPTIONS, Other
+from llmpq.runtime.options.engine_options import AUTO, OWN_FORMATS, QUANTISED_FORMATS
+from llmpq.runtime.options.vllm_options import VLLM_OPTIONS, Other
 
 _LENGTH = "lengths are each request's own; a plan's are llmpq-algo --prompt-len and --gen-len"
 _DEVICES = VLLM_OPTIONS["pipeline_parallel_size"].flag

@@ -30,8 +30,8 @@ from llmpq.runtime.models.sampling import (
     probabilities,
     uniform,
 )
-from llmpq.runtime.request import NOT_FINITE_TOKEN
-from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.requests.request import NOT_FINITE_TOKEN
+from llmpq.runtime.requests.sampling_params import SamplerConfig
 
 _ELEMENTS_AT_ONCE, _ELEMENTS_ON_GPU = 1 << 20, 1 << 25
 """Logits decided together: some float copies of them live at once, which no plan counts."""

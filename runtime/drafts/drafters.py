@@ -1,8 +1,9 @@
 """How many tokens to draft before verifying, and what came of it.
 
-`FixedDrafter` always drafts as many; `AutoDrafter` asks the formulas of `llmpq.speculation` for the
-length that pays at this batch and context, with the acceptance it has observed, 0 included, and
-stops by the host's clock where rounds with drafts take longer a token than plain ones.
+`FixedDrafter` always drafts as many; `AutoDrafter` asks the formulas of `llmpq.plans.speculation`
+for the length that pays at this batch and context, with the acceptance it has observed, 0
+included, and stops by the host's clock where rounds with drafts take longer a token than plain
+ones.
 """
 
 from __future__ import annotations
@@ -11,10 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from llmpq.runtime.drafts import ngram
-from llmpq.runtime.drafts.round_times import RoundTimes
-from llmpq.runtime.request import Request
-from llmpq.speculation import (
+from llmpq.plans.speculation import (
     MAX_GAMMA,
     PRIOR_ACCEPTANCE,
     SpeculationMode,
@@ -22,6 +20,9 @@ from llmpq.speculation import (
     best_gamma,
     predicted_speedup,
 )
+from llmpq.runtime.drafts import ngram
+from llmpq.runtime.drafts.round_times import RoundTimes
+from llmpq.runtime.requests.request import Request
 
 
 @dataclass

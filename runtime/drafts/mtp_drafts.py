@@ -26,9 +26,9 @@ from torch import Tensor
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.drafts.acceptance import DraftProbs, draft_tokens
 from llmpq.runtime.models.mtp_head import MtpHead
-from llmpq.runtime.request import StepMessage
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import RaggedStep
+from llmpq.runtime.requests.request import StepMessage
+from llmpq.runtime.requests.sampling_params import SamplerConfig
+from llmpq.runtime.steps.step import RaggedStep
 from llmpq.sizes.step_padding import cpu_padded
 
 MOST_WAITING = 64

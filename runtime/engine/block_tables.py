@@ -11,7 +11,7 @@ from llmpq.runtime.engine.block_pool import BlockPool, PrefixKeys, StateSnapshot
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.request_table import NEVER, RequestTable
 from llmpq.runtime.engine.window_tables import WindowTable, WindowTables
-from llmpq.runtime.request import Ints, PagedRow, Request
+from llmpq.runtime.requests.request import Ints, PagedRow, Request
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, pool_blocks
 
 WATERMARK = 0.01

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmpq.errors import ContextLengthError
 from llmpq.precision import KVPrecision
-from llmpq.runtime.request import Request, too_long
+from llmpq.runtime.requests.request import Request, too_long
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS, spanned_blocks
 
 ROUND_TOKENS = 64

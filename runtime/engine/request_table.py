@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.runtime.request import Ints
+from llmpq.runtime.requests.request import Ints
 
 NEVER = 1 << 62
 """A position that no request reaches."""

@@ -38,7 +38,7 @@ from llmpq.runtime.drafts.drafters import Drafter, FixedDrafter
 from llmpq.runtime.engine.block_tables import BlockTables, DraftRound, RunningRequest
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.request_table import RowConstants
-from llmpq.runtime.request import (
+from llmpq.runtime.requests.request import (
     NO_INTS,
     NOT_FINITE_TOKEN,
     PENDING_TOKEN,

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.engine.stage_loop import Compute
 from llmpq.runtime.links.member_links import Followers
 from llmpq.runtime.links.transport import Transport
-from llmpq.runtime.request import StepKind, StepMessage
-from llmpq.runtime.trace import Recorder
+from llmpq.runtime.requests.request import StepKind, StepMessage
+from llmpq.runtime.steps.device_copies import HostCopy
+from llmpq.runtime.steps.trace import Recorder
 
 
 class LeaderCompute(Compute, Protocol):

@@ -19,11 +19,10 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from llmpq.runtime.device_copies import HostCopy, arrived
 from llmpq.runtime.engine.pool_limits import max_ahead, max_in_flight
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.links.transport import Transport
-from llmpq.runtime.request import (
+from llmpq.runtime.requests.request import (
     NOT_FINITE,
     PENDING_TOKEN,
     STOP,
@@ -40,8 +39,9 @@ from llmpq.runtime.request import (
     StepKind,
     StepMessage,
 )
-from llmpq.runtime.step import result_drafts, result_width, speculates
-from llmpq.runtime.trace import Recorder
+from llmpq.runtime.steps.device_copies import HostCopy, arrived
+from llmpq.runtime.steps.step import result_drafts, result_width, speculates
+from llmpq.runtime.steps.trace import Recorder
 
 
 class Compute(Protocol):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from llmpq.commands.ray_address import import_ray
-from llmpq.plan import Plan
-from llmpq.runtime.launch.launcher import Launcher
-from llmpq.runtime.options import Backend, EngineOptions
+from llmpq.plans.plan import Plan
+from llmpq.runtime.launch.stages.launcher import Launcher
+from llmpq.runtime.options.engine_options import Backend, EngineOptions
 
 
 def choose_backend(plan: Plan, options: EngineOptions) -> Backend:

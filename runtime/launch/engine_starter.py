@@ -17,18 +17,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import DeadlineError, LlmpqError, StageLostError
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.launch.choose_launcher import choose_backend, make_launcher
-from llmpq.runtime.launch.launcher import Launcher, OnLoad, StageHandle
 from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.recovery import Recovery
+from llmpq.runtime.launch.stages.launcher import Launcher, OnLoad, StageHandle
 from llmpq.runtime.launch.stages.stage_place import DeviceOf, device_of
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.start_times import StartModel
-from llmpq.runtime.options import Backend, EngineOptions
+from llmpq.runtime.options.engine_options import Backend, EngineOptions
+from llmpq.runtime.options.stage_settings import StageSettings
 
 MOST_DEATHS, MOST_REFUSALS = 5, 2
 """Starts in a row in which one stage dies, or says why it cannot start, that mean that it has no

@@ -22,8 +22,8 @@ from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.poison import PoisonHunt
 from llmpq.runtime.launch.recovery import Recovery
 from llmpq.runtime.launch.request_record import Listener, RequestOutputDelta, RequestRecord
-from llmpq.runtime.request import EngineOutputs, Progress, Request
-from llmpq.runtime.token_rules import Guide, LogprobOutput
+from llmpq.runtime.requests.request import EngineOutputs, Progress, Request
+from llmpq.runtime.requests.token_rules import Guide, LogprobOutput
 
 __all__ = ["EngineThread", "Listener", "RequestOutputDelta"]
 

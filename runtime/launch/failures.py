@@ -7,7 +7,7 @@ import re
 from llmpq.child import CallFailed
 from llmpq.errors import DoesNotFitError, LlmpqError, StageLostError, open_files_hint
 from llmpq.out_of_memory import first_line, out_of_memory
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 from llmpq.runtime.launch.device_errors import LossKind, device_error
 
 GRACE_S = 5.0

@@ -22,9 +22,9 @@ from types import MappingProxyType
 from typing import Any
 
 from llmpq.child import CallFailed
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import DeadlineError, StageLostError
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 from llmpq.runtime.launch.choose_launcher import make_launcher
 from llmpq.runtime.launch.device_errors import LossKind
 from llmpq.runtime.launch.failures import (
@@ -35,7 +35,7 @@ from llmpq.runtime.launch.failures import (
     named_stage,
     when,
 )
-from llmpq.runtime.launch.launcher import Launcher, OnLoad, StageHandle
+from llmpq.runtime.launch.stages.launcher import Launcher, OnLoad, StageHandle
 from llmpq.runtime.launch.stages.load_watch import LoadWatch
 from llmpq.runtime.launch.stages.stage_host import meeting_host, process_space
 from llmpq.runtime.launch.stages.stage_place import (
@@ -44,11 +44,11 @@ from llmpq.runtime.launch.stages.stage_place import (
     device_of,
     settings_of_stages,
 )
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.start_times import StartTimes
-from llmpq.runtime.request import EngineOutputs, Finished, Progress, Request
-from llmpq.runtime.token_rules import Guide, LogprobOutput
-from llmpq.runtime.trace import LoadReport, StageRecord
+from llmpq.runtime.options.stage_settings import StageSettings
+from llmpq.runtime.requests.request import EngineOutputs, Finished, Progress, Request
+from llmpq.runtime.requests.token_rules import Guide, LogprobOutput
+from llmpq.runtime.steps.trace import LoadReport, StageRecord
 
 _POLL_S, _IDLE_POLL_S = 0.25, 2.0
 """How long a poll may wait for news, and one while no request is under way: one wakes it."""

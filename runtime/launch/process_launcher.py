@@ -14,13 +14,13 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from llmpq.child import Child, ChildProcess
-from llmpq.cluster import Cluster
-from llmpq.plan import Plan, StagePlan
-from llmpq.runtime.launch.launcher import Launcher, StageHandle
+from llmpq.devices.cluster import Cluster
+from llmpq.plans.plan import Plan, StagePlan
 from llmpq.runtime.launch.stages.fork_server import STAGE_PROCESS
 from llmpq.runtime.launch.stages.forked_process import ForkServer
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.launcher import Launcher, StageHandle
 from llmpq.runtime.launch.stages.stage_wire import answer_of, plan_data, write_args
+from llmpq.runtime.options.stage_settings import StageSettings
 
 
 class ProcessLauncher(Launcher):

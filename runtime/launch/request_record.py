@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from llmpq.errors import RequestFailedError
-from llmpq.runtime.request import Finished, Request
-from llmpq.runtime.token_rules import LogprobOutput, TokenScores
+from llmpq.runtime.requests.request import Finished, Request
+from llmpq.runtime.requests.token_rules import LogprobOutput, TokenScores
 
 
 @dataclass(frozen=True, kw_only=True)

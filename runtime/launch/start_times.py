@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmpq.plan import Plan, Worker
+from llmpq.plans.plan import Plan, Worker
 from llmpq.precision import Precision
 from llmpq.runtime.launch.stages.stage_place import DeviceOf, device_of
-from llmpq.runtime.trace import LoadReport
+from llmpq.runtime.steps.trace import LoadReport
 
 PROCESS_S, CONNECT_S = 1.5, 0.1
 """What a process that imports torch takes to answer, and stages to be connected, on a host of two

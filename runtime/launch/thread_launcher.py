@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from llmpq.child import CallFailed
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.out_of_memory import first_line
-from llmpq.plan import Plan
-from llmpq.runtime.launch.launcher import Launcher, StageHandle
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.plans.plan import Plan
+from llmpq.runtime.launch.stages.launcher import Launcher, StageHandle
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
 from llmpq.runtime.links.thread_links import ThreadRendezvous
+from llmpq.runtime.options.stage_settings import StageSettings
 
 _END_S = 60.0
 """How long loops may take to end: a step under way is not broken off.

@@ -28,18 +28,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.links.peer_links import BufferSizes, PeerLinks
 from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, MessageSizes
-from llmpq.runtime.request import StepKind, StepMessage
-from llmpq.runtime.step import speculates
+from llmpq.runtime.requests.request import StepKind, StepMessage
+from llmpq.runtime.steps.device_copies import HostCopy
+from llmpq.runtime.steps.step import speculates
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
 
 _log = logging.getLogger("llmpq.links")
 
 KINDS = ("peer", "nccl")
 """What is tried, best first; gloo needs no device links. A new kind stands here, in
-`connect_devices` and in `LinkChoice` (launch/stages/stage_settings.py)."""
+`connect_devices` and in `LinkChoice` (options/stage_settings.py)."""
 TRIAL_LIMIT_S = 20.0
 """Making two communicators and one exchange takes 1-6 s on one host."""
 _TRIAL_SIZE = 1 << 10

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmpq.out_of_memory import first_line
-from llmpq.plan import Worker
+from llmpq.plans.plan import Worker
 from llmpq.runtime.links.transport import Transport
-from llmpq.runtime.request import STOP, StepMessage
+from llmpq.runtime.requests.request import STOP, StepMessage
 
 SUM_LIMIT = timedelta(hours=1)
 """How long a device may wait in a sum for the others, which began the same step: whether they live

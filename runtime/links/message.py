@@ -31,10 +31,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmpq.runtime.request import PagedRow, RowSampling, StepKind, StepMessage
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.token_rules import NO_RULES
-from llmpq.speculation import MAX_GAMMA
+from llmpq.plans.speculation import MAX_GAMMA
+from llmpq.runtime.requests.request import PagedRow, RowSampling, StepKind, StepMessage
+from llmpq.runtime.requests.sampling_params import SamplerConfig
+from llmpq.runtime.requests.token_rules import NO_RULES
 
 _WIDTH = 10
 _PAGING_WIDTH = 13

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmpq.out_of_memory import first_line
-from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.links.cuda_driver import SHARED_BYTES, CudaDriver
+from llmpq.runtime.steps.device_copies import HostCopy
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
 
 SLOTS = 2

@@ -11,10 +11,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from llmpq.plan import Worker
+from llmpq.plans.plan import Worker
 from llmpq.runtime.links.message import pack_header, pack_paging, unpack_header, unpack_paging
 from llmpq.runtime.links.transport import HostTokens
-from llmpq.runtime.request import Ints, StepMessage
+from llmpq.runtime.requests.request import Ints, StepMessage
 
 _T = TypeVar("_T")
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmpq.errors import DeadlineError
-from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.links.message import (
     header_size,
     max_paging_size,
@@ -30,8 +29,9 @@ from llmpq.runtime.links.message import (
     unpack_header,
     unpack_paging,
 )
-from llmpq.runtime.request import StepKind, StepMessage
-from llmpq.runtime.step import result_width
+from llmpq.runtime.requests.request import StepKind, StepMessage
+from llmpq.runtime.steps.device_copies import HostCopy
+from llmpq.runtime.steps.step import result_width
 
 IDLE_LIMIT = timedelta(hours=24)
 """A receive may wait this long for work; whether a stage still lives is the driver's to watch."""

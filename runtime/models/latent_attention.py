@@ -25,13 +25,13 @@ from llmpq.kernels.kv.reference import (
     ScoreRule,
     Scoring,
 )
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.runtime.cache.attention import query_factors
 from llmpq.runtime.cache.kv_cache import AttentionInputs, KVCache
-from llmpq.runtime.models.attention import query_factors
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.rotary import Rotary
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 
 
 class Index(nn.Module):

@@ -1,9 +1,10 @@
-"""The tensors of one layer (or embedding, or head), handed to the wiring by name."""
+"""The tensors of one layer (or embedding, or head), handed to the wiring by name; their source."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +14,35 @@ from llmpq.kernels.weights.atom_weight import quantize_atom
 from llmpq.kernels.weights.dense_weight import DenseWeight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.kernels.weights.weight import Weight
+from llmpq.models.tensor_parallel import Member
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.norms import Norm
+
+
+class TensorSource(Protocol):
+    """Hands out a model's parts, each as [rows, ...] tensors of the asked dtype."""
+
+    def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
+        """Hand out linears as the codes they are stored in where a layer's scheme holds those.
+
+        `schemes`: by layer, counted over the whole model; None for 16 bits.
+        """
+
+    def take_member(self, member: Member) -> None:
+        """Hand out of decoder layers what one device of a stage in tensor parallel holds."""
+
+    def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the parts of the embedding."""
+
+    def layer(self, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the parts of decoder layer `index`, counted over the whole model."""
+
+    def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Tensor]:
+        """Return the final norm and the output matrix (the embedding's, when tied)."""
+
+    def mtp(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the parts of the head that predicts a further token, where there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)

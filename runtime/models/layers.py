@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, Scoring
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.runtime.cache.attention import query_factors
 from llmpq.runtime.cache.kv_cache import AttentionInputs, KVCache
-from llmpq.runtime.models.attention import query_factors
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import Index, LatentAttention
 from llmpq.runtime.models.linear import Linear
@@ -27,7 +27,7 @@ from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunctio
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer
 from llmpq.runtime.models.rotary import Rotary
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 
 
 @dataclass(frozen=True, kw_only=True)

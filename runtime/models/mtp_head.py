@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.families import FAMILIES
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.layer_tensors import LayerTensors
@@ -27,7 +27,7 @@ from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.models.wiring import Wiring
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 
 
 class MtpHead(nn.Module):

@@ -5,7 +5,7 @@ A part is one tensor of ours: a norm's weight, a fused matrix, a bias.
 
 from __future__ import annotations
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -46,7 +46,7 @@ from llmpq.runtime.models.recurrence import (
     scan_step,
     unit_length,
 )
-from llmpq.runtime.step import RaggedStep, Span, Step
+from llmpq.runtime.steps.step import RaggedStep, Span, Step
 
 _SMALL = 1 << 15
 """Elements of all rows' states up to which they are gathered and move on together."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llmpq.families.common.spec_values import RopeScaling
 from llmpq.kernels.cpu import row_wise
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,16 +24,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmpq.runtime.device_copies import HostCopy, arrived, to_host_async, upload
 from llmpq.runtime.models.sampling import sample, sampler_of
-from llmpq.runtime.request import StepMessage
-from llmpq.runtime.token_rules import (
+from llmpq.runtime.requests.request import StepMessage
+from llmpq.runtime.requests.token_rules import (
     NO_RULES,
     LogitsConstraints,
     LogprobOutput,
     TokenScore,
     TokenScores,
 )
+from llmpq.runtime.steps.device_copies import HostCopy, arrived, to_host_async, upload
 
 _POSITIONS_AT_ONCE = 64
 """Positions of a prompt whose logits are made together: a few float copies of them live at once."""

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmpq.runtime.device_copies import upload
-from llmpq.runtime.request import NOT_FINITE_TOKEN, RowSampling
-from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.requests.request import NOT_FINITE_TOKEN, RowSampling
+from llmpq.runtime.requests.sampling_params import SamplerConfig
+from llmpq.runtime.steps.device_copies import upload
 
 __all__ = [
     "SamplerConfig",

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from llmpq.kernels.cpu.pack_contiguous import pack_contiguous
 from llmpq.kernels.kv.reference import ScoreRule
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.cut_head import CutHead
 from llmpq.runtime.models.experts import SparseMLP
-from llmpq.runtime.models.layer_tensors import LayerTensors
+from llmpq.runtime.models.layer_tensors import LayerTensors, TensorSource
 from llmpq.runtime.models.layers import (
     FOLLOWING,
     PER_LAYER,
@@ -39,8 +39,7 @@ from llmpq.runtime.models.layers import (
 )
 from llmpq.runtime.models.linear import Linear, Reduce
 from llmpq.runtime.models.wiring import Split, Wiring
-from llmpq.runtime.step import Step
-from llmpq.runtime.weights.sources import TensorSource
+from llmpq.runtime.steps.step import Step
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 """Workload dtype -> torch dtype."""

@@ -24,7 +24,7 @@ from llmpq.families.common.spec_values import AltUp
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.layers import Attention, DecoderLayer, LayerTail
 from llmpq.runtime.models.norms import Norm
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 
 LEAST_SQUARE = 1e-5
 """Streams whose mean square is below this are not made larger for it."""

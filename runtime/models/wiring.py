@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.kv.reference import ScoreRule
-from llmpq.model_spec import SHARED, ModelSpec
-from llmpq.runtime.models.attention import alibi_slopes
+from llmpq.models.model_spec import SHARED, ModelSpec
+from llmpq.models.tensor_parallel import Member
+from llmpq.runtime.cache.attention import alibi_slopes
 from llmpq.runtime.models.experts import LatentMixture, MixtureBeside, Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import Index, LatentAttention
 from llmpq.runtime.models.layer_tensors import LayerTensors
@@ -45,7 +46,6 @@ from llmpq.runtime.models.norms import NoNorm, Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer, lightning_decays
 from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.models.streams import Mixing, StreamLayer, Streams
-from llmpq.tensor_parallel import Member
 
 
 @dataclass(frozen=True)

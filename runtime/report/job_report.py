@@ -22,11 +22,11 @@ from rich.table import Table
 from llmpq.file_form import replace_text
 from llmpq.pictures.html_page import Picture
 from llmpq.pictures.run_page import run_page, timeline_page
-from llmpq.plan import Plan, StagePlan
-from llmpq.runtime.request_output import CompletionOutput, RequestOutput
-from llmpq.runtime.trace import REPORTED_EVENTS, LoadReport, StageRecord
-from llmpq.shared_run import predicted_of
-from llmpq.topology import Topology
+from llmpq.plans.plan import Plan, StagePlan
+from llmpq.plans.shared_run import predicted_of
+from llmpq.plans.topology import Topology
+from llmpq.runtime.requests.request_output import CompletionOutput, RequestOutput
+from llmpq.runtime.steps.trace import REPORTED_EVENTS, LoadReport, StageRecord
 from llmpq.units import format_size
 from llmpq.version import __version__
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmpq.runtime.request import Progress
+from llmpq.runtime.requests.request import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,11 +30,11 @@ from rich.table import Table
 from rich.text import Text
 
 from llmpq.errors import LlmpqError
-from llmpq.plan import Plan
-from llmpq.runtime import request
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology
 from llmpq.runtime.report.live_numbers import LiveCounts, RunNow, StageNow, TokensLeft
-from llmpq.runtime.request_output import RequestOutput
-from llmpq.topology import Topology
+from llmpq.runtime.requests import request
+from llmpq.runtime.requests.request_output import RequestOutput
 
 LINE_EVERY_S = 5.0
 COUNT_EVERY_S = 1.0

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 
-from llmpq.runtime.response_stream import ResponseStream
+from llmpq.runtime.entrypoints.response_stream import ResponseStream
 from llmpq.runtime.serve.answering import stream, while_connected
 from llmpq.runtime.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from llmpq.runtime.serve.chat import Chat, conversation_length, plain_message

@@ -17,8 +17,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, mo
 from pydantic_core import PydanticCustomError
 
 from llmpq.errors import short_repr
-from llmpq.runtime.guide_schema import other_than_object
-from llmpq.runtime.sampling_params import (
+from llmpq.runtime.requests.guide_schema import other_than_object
+from llmpq.runtime.requests.sampling_params import (
     GUIDES,
     MAX_ANSWERS,
     MAX_BIAS,

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from llmpq.runtime.request_output import Logprob
-from llmpq.runtime.response_stream import ResponseStream
+from llmpq.runtime.entrypoints.response_stream import ResponseStream
+from llmpq.runtime.requests.request_output import Logprob
 from llmpq.runtime.serve.answering import DONE, event
 from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool, unknown_tool
 from llmpq.runtime.serve.completions import LEAST_LOGPROB, prompt_scores

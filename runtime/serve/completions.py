@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from llmpq.runtime.request_output import Logprob
-from llmpq.runtime.response_stream import ResponseStream
+from llmpq.runtime.entrypoints.response_stream import ResponseStream
+from llmpq.runtime.requests.request_output import Logprob
 from llmpq.runtime.serve.answering import DONE, event
 from llmpq.runtime.serve.bodies import CompletionBody, SamplingBody
 from llmpq.runtime.serve.errors import ApiError

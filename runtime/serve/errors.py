@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from llmpq.errors import ContextLengthError, DeadlineError, RequestFailedError, StageLostError
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.requests.sampling_params import SamplingParams
 
 _KINDS = {
     400: "invalid_request_error",

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from llmpq.runtime.request_output import NO_ROOM
-from llmpq.runtime.response_stream import ResponseStream
+from llmpq.runtime.entrypoints.response_stream import ResponseStream
+from llmpq.runtime.requests.request_output import NO_ROOM
 from llmpq.runtime.serve.answering import event
 from llmpq.runtime.serve.bodies import FIRST_ERROR, Body, ChatBody, ChoiceBody, Whole
 from llmpq.runtime.serve.chat import Chat

@@ -27,10 +27,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from llmpq.runtime import engine_metrics
-from llmpq.runtime.engine_metrics import metrics_of
-from llmpq.runtime.request import FinishReason
-from llmpq.runtime.request_output import CompletionDelta
+from llmpq.runtime.report import engine_metrics
+from llmpq.runtime.report.engine_metrics import metrics_of
+from llmpq.runtime.requests.request import FinishReason
+from llmpq.runtime.requests.request_output import CompletionDelta
 from llmpq.runtime.serve.gate import ARRIVED_S
 
 SECONDS = (

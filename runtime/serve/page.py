@@ -10,9 +10,9 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 from llmpq.errors import LlmpqError
-from llmpq.runtime.llm import LLM
-from llmpq.runtime.request_output import RequestOutput
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.entrypoints.llm import LLM
+from llmpq.runtime.requests.request_output import RequestOutput
+from llmpq.runtime.requests.sampling_params import SamplingParams
 from llmpq.runtime.serve.service import Service
 from llmpq.version import __version__
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from llmpq.runtime.response_stream import ResponseStream
+from llmpq.runtime.entrypoints.response_stream import ResponseStream
 from llmpq.runtime.serve.answering import event
 from llmpq.runtime.serve.bodies import ChatBody, ChoiceBody, StreamOptions, Whole
 from llmpq.runtime.serve.chat import Chat

@@ -22,9 +22,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmpq.commands.interrupts import END_S, end_within
 from llmpq.precision import bits_of
-from llmpq.runtime.control_socket import answering
-from llmpq.runtime.gc_freeze import gc_freeze
-from llmpq.runtime.llm import LLM
+from llmpq.runtime.elastic.control_socket import answering
+from llmpq.runtime.entrypoints.llm import LLM
+from llmpq.runtime.launch.stages.gc_freeze import gc_freeze
 from llmpq.runtime.serve.app import make_app
 from llmpq.runtime.serve.gate import ARRIVED, Gated
 from llmpq.runtime.serve.service import Service

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from llmpq.errors import GuideError, LlmpqError
-from llmpq.runtime.llm import LLM
-from llmpq.runtime.request_output import CompletionDelta, Logprob
-from llmpq.runtime.response_stream import ResponseStream
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.entrypoints.llm import LLM
+from llmpq.runtime.entrypoints.response_stream import ResponseStream
+from llmpq.runtime.requests.request_output import CompletionDelta, Logprob
+from llmpq.runtime.requests.sampling_params import SamplingParams
 from llmpq.runtime.serve.errors import RETRY_AFTER_S, ApiError
 from llmpq.runtime.serve.gate import ARRIVED_S, REQUEST_ID, TALLY, log_time
 from llmpq.runtime.serve.metrics import AnswerClock, Metrics

@@ -15,7 +15,7 @@ import numpy as np
 
 from llmpq.runtime.engine.pool_limits import PoolLimits, max_ahead, max_in_flight
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.request import MicroBatch, Request
+from llmpq.runtime.requests.request import MicroBatch, Request
 from llmpq.runtime.simulate.rounds import Clock, SteadySteps, pass_rounds
 from llmpq.runtime.simulate.step_times import StepRows, TimedStage
 from llmpq.service_measures import ServedRequest

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.request import Ints, MicroBatch, StepKind
+from llmpq.runtime.requests.request import Ints, MicroBatch, StepKind
 from llmpq.runtime.simulate.step_times import StepRows, TimedStage
 
 LEAST = 3

@@ -10,15 +10,15 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.request import Request
+from llmpq.runtime.options.engine_options import EngineOptions
+from llmpq.runtime.requests.request import Request
 from llmpq.runtime.simulate.engine import ServedRequest, SimulatedEngine
 from llmpq.runtime.simulate.step_times import TimedStage, stage_times
 from llmpq.service_measures import ServiceLimits, ServiceMeasures
-from llmpq.topology import Topology
 from llmpq.traffic import Arrival
 
 PROMPT_WORK = 1 / 16

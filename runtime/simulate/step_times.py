@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from llmpq.cost_model import LatencyEntry, Phase, new_tokens, taken_length
-from llmpq.plan import Plan, StagePlan
-from llmpq.plan_inputs import DeviceInput, LinkInput, PlanInputs
+from llmpq.costs.cost_model import LatencyEntry, Phase, new_tokens, taken_length
+from llmpq.plans.plan import Plan, StagePlan
+from llmpq.plans.plan_inputs import DeviceInput, LinkInput, PlanInputs
 from llmpq.precision import Precision
 from llmpq.sizes.attended_keys import (
     Windows,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from llmpq.runtime.request import Request
+from llmpq.runtime.requests.request import Request
 from llmpq.runtime.text.tokenizer import Tokenizer
 
 _CONTEXT = 8

@@ -15,8 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llmpq.errors import nearest
-from llmpq.runtime.request_output import RequestOutput
-from llmpq.runtime.sampling_params import SamplerConfig, SamplingParams, StructuredOutputsParams
+from llmpq.runtime.requests.request_output import RequestOutput
+from llmpq.runtime.requests.sampling_params import (
+    SamplerConfig,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 Form = Literal["text", "plain", "completion", "chat"]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 from llmpq.precision import Precision
 from llmpq.runtime.text.batch_rows import BatchRow
 

@@ -11,17 +11,23 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
-from llmpq.model_spec import ModelSpec
-from llmpq.runtime.guides import GrammarCompiler, Newest
-from llmpq.runtime.request import Finished, Request, too_long
-from llmpq.runtime.request_output import NO_ROOM, CompletionOutput, Logprob
-from llmpq.runtime.sampling_params import SamplingParams, token_list, whole_number
+from llmpq.models.model_spec import ModelSpec
+from llmpq.runtime.requests.guides import GrammarCompiler, Newest
+from llmpq.runtime.requests.request import Finished, Request, too_long
+from llmpq.runtime.requests.request_output import NO_ROOM, CompletionOutput, Logprob
+from llmpq.runtime.requests.sampling_params import SamplingParams, token_list, whole_number
+from llmpq.runtime.requests.token_rules import (
+    Guide,
+    LogitsConstraints,
+    LogprobOutput,
+    Thought,
+    TokenScores,
+)
 from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.conversation import Messages
 from llmpq.runtime.text.text_threads import QUICK_LENGTH, TextThreads
 from llmpq.runtime.text.thinking import template_marks
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.token_rules import Guide, LogitsConstraints, LogprobOutput, Thought, TokenScores
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids (a list, an array), or `{"prompt": text}` or `{"prompt_token_ids": ids}`.

@@ -22,8 +22,8 @@ from llmpq.checkpoints.tokenizer_files import (
     tokenizer_of_merges,
 )
 from llmpq.file_form import broken_link, lfs_pointer, read_json
-from llmpq.runtime.request import too_long
-from llmpq.runtime.sampling_params import require_whole
+from llmpq.runtime.requests.request import too_long
+from llmpq.runtime.requests.sampling_params import require_whole
 from llmpq.runtime.text.conversation import Messages, plain_messages, with_text_arguments
 from llmpq.runtime.text.text_threads import QUICK_LENGTH
 from llmpq.runtime.text.token_bytes import longest_token_bytes

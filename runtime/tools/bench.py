@@ -27,26 +27,26 @@ from rich.console import Console
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.commands.command_line import refuse_without_effect
 from llmpq.commands.output_paths import check_files, write_all
-from llmpq.default_dtype import default_dtype
+from llmpq.devices.default_dtype import default_dtype
 from llmpq.devices.this_machine import read_host, this_machine, useful_threads
 from llmpq.errors import ExitCode
 from llmpq.file_form import explain
-from llmpq.model_spec import ModelSpec, builtin_name
-from llmpq.plan import Plan, QuantizationForm
+from llmpq.models.model_spec import ModelSpec, builtin_name
+from llmpq.plans.plan import Plan, QuantizationForm
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.tool_flags import JOB, BenchOptions
+from llmpq.runtime.entrypoints.llm import LLM
 from llmpq.runtime.launch.plans.manual_plan import manual_plan, on_gpu
-from llmpq.runtime.llm import LLM
-from llmpq.runtime.options import AUTO
-from llmpq.runtime.plan_choice import read_model
+from llmpq.runtime.launch.plans.plan_choice import read_model
+from llmpq.runtime.options.engine_options import AUTO
 from llmpq.runtime.report.job_report import (
     plain_comparison,
     print_summary,
     without_timeline,
     write_report,
 )
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.requests.sampling_params import SamplingParams
 from llmpq.runtime.text.request_factory import PreparedPrompt
 from llmpq.runtime.tools.bench_rows import add_rows, read_baselines, summary
 from llmpq.runtime.tools.chaos import chaos_of

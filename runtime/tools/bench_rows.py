@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.kernels.gpu_timing import write_row
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 
 
 def read_baselines(words: Sequence[str]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from llmpq.runtime.llm import LLM
+from llmpq.runtime.entrypoints.llm import LLM
 
 _log = logging.getLogger("llmpq.bench")
 _AGAIN_S = 0.5

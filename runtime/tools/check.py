@@ -19,17 +19,17 @@ from rich.table import Table
 
 from llmpq.checkpoints.hub import local_model
 from llmpq.child import CallFailed
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import DeadlineError, ExitCode, StageLostError
-from llmpq.plan import Plan, StagePlan
-from llmpq.plan_nodes import nodes_of
-from llmpq.runtime.auto_plan import devices_of
+from llmpq.plans.plan import Plan, StagePlan
+from llmpq.plans.plan_nodes import nodes_of
 from llmpq.runtime.cli.plan_file import load_engines
 from llmpq.runtime.cli.run_flags import check_timeouts
 from llmpq.runtime.cli.tool_flags import CheckOptions
-from llmpq.runtime.launch.launcher import StageHandle
 from llmpq.runtime.launch.nodes.node_report import differing, versions_of
-from llmpq.runtime.launch.nodes.probes import stage_probes
+from llmpq.runtime.launch.plans.auto_plan import devices_of
+from llmpq.runtime.launch.probes import stage_probes
+from llmpq.runtime.launch.stages.launcher import StageHandle
 from llmpq.runtime.launch.stages.stage_host import meeting_host
 from llmpq.units import format_size
 

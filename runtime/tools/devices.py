@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import ExitCode
-from llmpq.runtime import control_socket
 from llmpq.runtime.cli.tool_flags import DevicesOptions
-from llmpq.runtime.elastic import HORIZON_S
+from llmpq.runtime.elastic import control_socket
+from llmpq.runtime.elastic.elastic import HORIZON_S
 
 
 def main(options: DevicesOptions) -> int:

@@ -1,6 +1,6 @@
 """Diagnoses a survey of nodes: what each device can run, what is wrong, what to do about it.
 
-Pure: plain values in (launch/nodes/node_survey.py has their form), sentences out. No torch, no Ray.
+Pure: plain values in (stages/node_survey.py has their form), sentences out. No torch, no Ray.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ from rich.table import Table
 from llmpq.errors import DoesNotFitError, ExitCode
 from llmpq.missing_packages import require_modules
 from llmpq.out_of_memory import first_line
-from llmpq.runtime.auto_plan import fit_of
 from llmpq.runtime.cli.run_flags import check_timeouts
 from llmpq.runtime.cli.tool_flags import DoctorOptions
-from llmpq.runtime.launch.launcher import StageHandle
-from llmpq.runtime.launch.nodes.probes import node_surveys
+from llmpq.runtime.launch.plans.auto_plan import fit_of
+from llmpq.runtime.launch.probes import node_surveys
+from llmpq.runtime.launch.stages.launcher import StageHandle
 from llmpq.runtime.launch.stages.stage_host import meeting_host
 from llmpq.runtime.tools.diagnosis import Finding, device_lines, differences, findings, products
 

@@ -29,22 +29,22 @@ import torch
 from llmpq.checkpoints.hub import local_model
 from llmpq.commands.command_line import refuse_without_effect
 from llmpq.devices.this_machine import read_host, useful_threads
-from llmpq.memory import CpuActivations, Quantization
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, QuantizationForm
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan, QuantizationForm
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.backend import usable_device
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.tool_flags import EvalOptions
+from llmpq.runtime.entrypoints.llm import LLM
 from llmpq.runtime.launch.plans.manual_plan import manual_plan, on_gpu
-from llmpq.runtime.llm import LLM
-from llmpq.runtime.options import AUTO
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.options.engine_options import AUTO
+from llmpq.runtime.requests.sampling_params import SamplingParams
 from llmpq.runtime.weights.quantized_checkpoint import (
     QuantizedCheckpoint,
     open_checkpoint,
     stored_kv,
 )
+from llmpq.sizes.memory import CpuActivations, Quantization
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 MAX_WINDOW = 2048

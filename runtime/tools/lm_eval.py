@@ -26,9 +26,9 @@ except ModuleNotFoundError as error:
         sys.exit(missing)
     raise ModuleNotFoundError(missing or str(error), name=error.name) from None
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.runtime.backends.backend import usable_device
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.requests.sampling_params import SamplingParams
 from llmpq.runtime.tools.evaluate import MeasuredJob, longest_window, measured_plan, open_model
 from llmpq.workload import Dtype
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from llmpq.errors import ExitCode
 from llmpq.file_form import read_json
+from llmpq.plans.shared_run import shared_run
 from llmpq.runtime.cli.tool_flags import ReportOptions
-from llmpq.shared_run import shared_run
 
 
 def main(options: ReportOptions) -> int:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from llmpq.kernels.formats.atom_rounding import Codes
 from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.kernels.weights.atom_weight import AtomWeight, atom_weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import padded_k
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.weights.weight import Weight
-from llmpq.tensor_parallel import PartSlice, Runs
+from llmpq.models.tensor_parallel import PartSlice, Runs
 
 Cuts = Mapping[str, PartSlice]
 """Part -> what is taken of it; of others all is."""

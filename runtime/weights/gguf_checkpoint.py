@@ -21,12 +21,12 @@ from torch import Tensor
 
 from llmpq.checkpoints.gguf_config import UNREAD, architecture_of
 from llmpq.checkpoints.gguf_file import GgufTensor, open_gguf
+from llmpq.families.common.record import AS_IT_IS
 from llmpq.families.common.spec_values import Recurrent
-from llmpq.families.record import AS_IT_IS
 from llmpq.kernels.weights.codebook_weight import CodebookWeight, ordered
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.part_shapes import layer_shapes
 from llmpq.runtime.weights.codebook_forms import table_of

@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight, best_layout
 from llmpq.kernels.weights.weight import Weight
+from llmpq.models.tensor_parallel import Member
 from llmpq.precision import WeightScheme
 from llmpq.runtime.weights.quantizing_source import QuantizingSource
 from llmpq.runtime.weights.sources import CheckpointSource, weight_files
-from llmpq.tensor_parallel import Member
 
 LAYOUTS = 4
 """One more when a layout's bytes change; which one this device has is in the mark, too."""

@@ -46,7 +46,7 @@ from llmpq.checkpoints.quantization_config import (
     stated_group,
 )
 from llmpq.families.common.config_values import section, size
-from llmpq.families.record import AS_IT_IS
+from llmpq.families.common.record import AS_IT_IS
 from llmpq.kernels.formats.codebooks import Codebook
 from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
 from llmpq.kernels.weights.atom_weight import AtomWeight
@@ -56,7 +56,7 @@ from llmpq.kernels.weights.fp8_weight import Fp8Weight
 from llmpq.kernels.weights.interchange import from_awq, from_compressed_tensors, from_gptq
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.weights.weight import Weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme
 from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.weights.atom_form import atom_parts, channel_weight, is_field

@@ -25,7 +25,7 @@ from llmpq.checkpoints.tensor_names import INDEX
 from llmpq.families import FAMILIES
 from llmpq.kernels.weights.interchange import pack_quantized
 from llmpq.kernels.weights.weight import Weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.models.part_shapes import embedding_shapes, head_shapes
 from llmpq.runtime.weights.atomic_write import write_bytes, write_tensors, write_text

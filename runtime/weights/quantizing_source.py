@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from llmpq.models.tensor_parallel import Member
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
-from llmpq.tensor_parallel import Member
 
 
 class QuantizingSource:

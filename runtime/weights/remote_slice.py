@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from llmpq.checkpoints.gguf_file import is_gguf
 from llmpq.checkpoints.tensor_names import INDEX, SINGLE, index_of
 from llmpq.families import FAMILIES
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.runtime.weights.sources import ATOM_ROOT
 from llmpq.runtime.weights.weight_map import read_weight_map
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,9 +21,10 @@ from torch import Tensor
 from llmpq.checkpoints.model_config import other_form
 from llmpq.checkpoints.tensor_names import INDEX, SINGLE, index_of
 from llmpq.families import FAMILIES
-from llmpq.families.record import AS_IT_IS
+from llmpq.families.common.record import AS_IT_IS
 from llmpq.file_form import broken_link, lfs_pointer
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.models.tensor_parallel import Member, PartSlice
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.part_shapes import (
     Shapes,
@@ -34,7 +35,6 @@ from llmpq.runtime.models.part_shapes import (
 )
 from llmpq.runtime.weights.cut_parts import NO_CUTS, Cuts, cut_parts, cut_pieces, cut_tensor
 from llmpq.runtime.weights.weight_map import read_weight_map
-from llmpq.tensor_parallel import Member, PartSlice
 
 ATOM_ROOT = "llmpq.layers."
 """What Atom's layers are called up to the layer's number."""
@@ -61,31 +61,6 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PAGE_BYTES = 4096
 _MAPPED_BYTES = 1 << 20
 """Smaller parts are copied: a norm would keep all of its layer's pages mapped."""
-
-
-class TensorSource(Protocol):
-    """Hands out a model's parts, each as [rows, ...] tensors of the asked dtype."""
-
-    def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
-        """Hand out linears as the codes they are stored in where a layer's scheme holds those.
-
-        `schemes`: by layer, counted over the whole model; None for 16 bits.
-        """
-
-    def take_member(self, member: Member) -> None:
-        """Hand out of decoder layers what one device of a stage in tensor parallel holds."""
-
-    def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the parts of the embedding."""
-
-    def layer(self, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the parts of decoder layer `index`, counted over the whole model."""
-
-    def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Tensor]:
-        """Return the final norm and the output matrix (the embedding's, when tied)."""
-
-    def mtp(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the parts of the head that predicts a further token, where there is one."""
 
 
 class CheckpointSource:

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from llmpq.errors import StageLostError
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 

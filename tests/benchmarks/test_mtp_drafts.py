@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llmpq import LLM, SamplingParams
-from llmpq.speculation import expected_tokens
+from llmpq.plans.speculation import expected_tokens
 
 pytestmark = pytest.mark.cpu
 HIDDEN, TOKENS, GAMMA = 256, 256, 2

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 
 pytestmark = pytest.mark.pure
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -55,7 +55,7 @@ def test_screenshots_are_small_and_shown() -> None:
 
 def test_the_run_that_is_shown_is_a_report() -> None:
     from llmpq.pictures.run_page import run_page
-    from llmpq.plan import Plan
+    from llmpq.plans.plan import Plan
 
     report = json.loads((ROOT / "docs/run.json").read_text())
     plan = Plan.model_validate_json(json.dumps(report["plan"]))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 
 pytestmark = pytest.mark.pure
 

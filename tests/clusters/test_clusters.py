@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.devices.device_spec import canonical_kind, device_specs
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.sensitivity import Sensitivity
 
 pytestmark = pytest.mark.pure

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.plan import Plan
+from llmpq.devices.cluster import Cluster
 from llmpq.planner.__main__ import main
+from llmpq.plans.plan import Plan
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from llmpq.pictures.plan_cards import cards_svg
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 
 pytestmark = pytest.mark.pure
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
+from llmpq.costs.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import LlmpqError
 from llmpq.file_form import FileForm
-from llmpq.plan import ClusterRef, ModelRef, Plan, Predicted, StagePlan
+from llmpq.plans.plan import ClusterRef, ModelRef, Plan, Predicted, StagePlan
 from llmpq.precision import Precision
 from llmpq.sensitivity import Sensitivity
 from llmpq.units import parse_size

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from llmpq import file_form
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.file_form import read_json, replace_text
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import ClusterRef
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import ClusterRef
 
 pytestmark = pytest.mark.pure
 

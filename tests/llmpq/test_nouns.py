@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import CostModel, LatencyEntry, Phase
+from llmpq.costs.cost_model import CostModel, LatencyEntry, Phase
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import BadPlanError, PlanMismatchError
-from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes
-from llmpq.model_spec import ModelSpec, builtin_configs, builtin_ids, builtin_name
-from llmpq.plan import MemoryForm, Plan
+from llmpq.models.model_spec import ModelSpec, builtin_configs, builtin_ids, builtin_name
+from llmpq.plans.plan import MemoryForm, Plan
 from llmpq.precision import KVPrecision, Precision, WeightScheme, kv_bits_of
 from llmpq.sensitivity import Sensitivity
 from llmpq.sizes.kv_format import kv_cache_bytes
+from llmpq.sizes.memory import Quantization, embedding_bytes, layer_weight_bytes
 from llmpq.units import format_size, parse_size
 
 pytestmark = pytest.mark.pure

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.exact.search import solve_exact
@@ -24,6 +23,7 @@ from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.stored_precisions import StoredLayer, offered, stored_layers
 from llmpq.planner.solving.methods import PLANNERS, SolveOptions, solve
 from llmpq.planner.solving.problem_json import parse_problem, problem_data
+from llmpq.plans.plan import Plan
 from llmpq.precision import Precision
 from reference.brute_force import brute_force
 from reference.random_problems import random_problem

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.cost_model import Phase
+from llmpq.costs.cost_model import Phase
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import StageTimes, stage_times
 from llmpq.planner.ilp.solve import device_orders

@@ -13,9 +13,9 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.planner.costs.roofline import estimate_costs
-from llmpq.planner.limits import MOST_WAVES
+from llmpq.planner.problem.limits import MOST_WAVES
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import Place
 from llmpq.planner.solving.device_groups import on_places, with_groups

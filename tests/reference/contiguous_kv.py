@@ -12,11 +12,11 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
+from llmpq.runtime.cache.attention import attend_padded
 from llmpq.runtime.cache.kv_cache import AttentionInputs, KVCache
-from llmpq.runtime.models.attention import attend_padded
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.sizes.state_size import layers_with_kv
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
-from llmpq.runtime.weights.sources import TensorSource
+from llmpq.runtime.models.layer_tensors import TensorSource
 
 
 @dataclass(frozen=True)

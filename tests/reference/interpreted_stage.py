@@ -10,7 +10,7 @@ import torch
 from llmpq.kernels.kv.paged import packed_pages_plan
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.weights import dense_weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner

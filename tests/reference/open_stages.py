@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan
+from llmpq.plans.speculation import SpeculationMode
 from llmpq.runtime.backends.build_stage import build_head, build_stage
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.links.thread_links import ThreadRendezvous
-from llmpq.runtime.request import Finished, Mailbox, Request
-from llmpq.runtime.trace import MAX_EVENTS, Recorder, StageRecord
-from llmpq.runtime.weights.sources import TensorSource
+from llmpq.runtime.models.layer_tensors import TensorSource
+from llmpq.runtime.requests.request import Finished, Mailbox, Request
+from llmpq.runtime.steps.trace import MAX_EVENTS, Recorder, StageRecord
 from llmpq.sizes.pool_size import PoolSize
-from llmpq.speculation import SpeculationMode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,18 +13,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.recurrent_states import with_states
+from llmpq.runtime.models.layer_tensors import TensorSource
 from llmpq.runtime.models.layers import recurrence_of
 from llmpq.runtime.models.sampling import SamplerConfig, sample
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
-from llmpq.runtime.weights.sources import TensorSource
+from llmpq.sizes.memory import Quantization
 from reference.contiguous_kv import make_kv_cache
 
 GREEDY = SamplerConfig()

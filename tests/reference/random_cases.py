@@ -11,15 +11,15 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import TERMS, CostModel, LatencyEntry, LinkCost, Phase, Regime
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.costs.cost_model import TERMS, CostModel, LatencyEntry, LinkCost, Phase, Regime
+from llmpq.devices.cluster import Cluster
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.problem.problem import Objective, Problem
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
+from llmpq.sizes.memory import Quantization
 from llmpq.workload import Workload
 
 KVS = (KVPrecision.KV16, KVPrecision.KV8, KVPrecision.KV4)

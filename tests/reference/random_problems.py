@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import TERMS, CostModel, LatencyEntry, Phase, Regime
-from llmpq.model_spec import ModelSpec
+from llmpq.costs.cost_model import TERMS, CostModel, LatencyEntry, Phase, Regime
+from llmpq.devices.cluster import Cluster
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook
-from llmpq.planner.costs.stage_memory import capacity, layer_bytes
 from llmpq.planner.problem.numbers import distinct_sizes
 from llmpq.planner.problem.problem import Objective, Problem
+from llmpq.planner.problem.stage_memory import capacity, layer_bytes
 from llmpq.precision import WEIGHT_ONLY, Precision
 from llmpq.sensitivity import Sensitivity
 from llmpq.workload import Workload

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from llmpq.errors import DoesNotFitError
-from llmpq.planner.answer import answer
 from llmpq.planner.check.build_plan import build_plan
 from llmpq.planner.problem.outcome import Outcome
+from llmpq.planner.solving.answer import answer
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.problem_json import problem_data
 from reference.all_plans import best_of_all

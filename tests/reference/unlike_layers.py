@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 
 SMALL: dict[str, Any] = {
     "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 96, "rotary_dim": None,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.models.part_shapes import layer_shapes
 

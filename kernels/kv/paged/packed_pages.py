@@ -29,9 +29,9 @@ from llmpq.kernels.kv.paged.packed_pages_chunk import chunk_packed
 from llmpq.kernels.kv.paged.packed_pages_decode import combine_packed, decode_packed
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged.paged_plan import Scores
+from llmpq.kernels.kv.paged.tiles import LOG2_E
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.kv.storage import KVLayer
-from llmpq.kernels.kv.tiles import LOG2_E
 from llmpq.kernels.overlap import overlaps
 from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS
 

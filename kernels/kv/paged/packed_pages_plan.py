@@ -32,7 +32,7 @@ CHUNK_ROWS = 64
 CHUNK_KEYS = 32
 """16-bit keys that a chunk's program takes at once, of the ring and new ones; wide heads: half."""
 MOST_CHANNELS = 256
-"""Channels of a head at most: registers of a program hold no more (llmpq/capabilities.py)."""
+"""Channels of a head at most: registers of a program hold no more (llmpq/plans/capabilities.py)."""
 WORD_K_WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
 """Consecutive columns of an operand a thread holds, as Triton picks them for unpacked words. The
 other value is right but shuffles: 3.6 halves the source's width at each join, 3.9 does not."""

@@ -43,8 +43,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.kv.paged.paged_merge import combine_kernel, merge_parts
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan, Scores
+from llmpq.kernels.kv.paged.tiles import LOG2_E, ask_tiles
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
-from llmpq.kernels.kv.tiles import LOG2_E, ask_tiles
 from llmpq.kernels.overlap import overlaps
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 

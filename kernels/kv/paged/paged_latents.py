@@ -35,7 +35,7 @@ from torch import Tensor
 from llmpq.kernels.kernel_table import TENSOR_CORES
 from llmpq.kernels.kv.launch_plan import shared_memory
 from llmpq.kernels.kv.paged.paged_rows import Ints, Rows, summed_rows
-from llmpq.kernels.kv.tiles import choose_splits
+from llmpq.kernels.kv.paged.tiles import choose_splits
 from llmpq.kernels.multiprocessors import multiprocessors, older_than
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 

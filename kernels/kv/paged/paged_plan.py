@@ -13,7 +13,7 @@ import triton
 
 from llmpq.kernels.kv.launch_plan import shared_memory
 from llmpq.kernels.kv.paged.paged_rows import WORK_SPLIT
-from llmpq.kernels.kv.tiles import PROGRAMS_PER_SM, choose_stages, tiles_ahead
+from llmpq.kernels.kv.paged.tiles import PROGRAMS_PER_SM, choose_stages, tiles_ahead
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from llmpq.families.common.config_values import Config, size
-from llmpq.families.record import linear_names
+from llmpq.families.common.record import linear_names
 
 
 def counts(config: Config, *keys: str, per_token: tuple[str, ...] = ()) -> dict[str, int]:

@@ -31,12 +31,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED, choices_of, sort_of
 from llmpq.planner.evaluate.objective import Form
 from llmpq.planner.exact.bounds.plan_cases import Box
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.problem import Floats, Problem
-from llmpq.planner.work_clock import spend
+from llmpq.planner.problem.stage_memory import DENSE, MIXED, NEVER, PACKED, choices_of, sort_of
+from llmpq.planner.problem.work_clock import spend
 
 MAX_VECTORS = 150_000
 """Count vectors of all lengths together."""
@@ -57,7 +57,7 @@ class Columns:
     num_bytes: tuple[NDArray[np.int64], ...]
     """[m] -> [K]."""
     sorts: tuple[NDArray[np.int64], ...]
-    """[m] -> [K] sort of weights (planner/costs/stage_memory.py)."""
+    """[m] -> [K] sort of weights (planner/problem/stage_memory.py)."""
     least: tuple[Floats, ...]
     """[m] -> [L - m + 1, K] least sum of omega of layers [a, a + m), infinite if none may be so."""
     _priced: dict[float, tuple[Floats, ...]] = field(default_factory=dict, compare=False)

@@ -41,10 +41,10 @@ from llmpq.planner.exact.bounds.columns import (
 )
 from llmpq.planner.exact.bounds.plan_cases import EVERYWHERE, Box, Islands, most_priced
 from llmpq.planner.exact.bounds.relaxation import Prices
-from llmpq.planner.exact.space import Space
+from llmpq.planner.exact.bounds.space import Space
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Floats, Problem
-from llmpq.planner.work_clock import spend
+from llmpq.planner.problem.work_clock import spend
 
 RENT_STEPS = 25
 """Steps of the search for rents."""

@@ -13,8 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.cost_model import Phase
-from llmpq.planner.costs.stage_memory import sort_of
+from llmpq.costs.cost_model import Phase
 from llmpq.planner.evaluate.objective import (
     Coefficients,
     Form,
@@ -46,7 +45,8 @@ from llmpq.planner.exact.bounds.relaxation import (
 )
 from llmpq.planner.problem.outcome import Stage
 from llmpq.planner.problem.problem import Floats, Problem
-from llmpq.planner.work_clock import spend
+from llmpq.planner.problem.stage_memory import sort_of
+from llmpq.planner.problem.work_clock import spend
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from llmpq.planner.exact.bounds.plan_cases import EVERYWHERE, Box, find_islands,
 from llmpq.planner.ilp.milp import make_highs
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.problem import Floats, Problem
-from llmpq.planner.work_clock import spend
+from llmpq.planner.problem.work_clock import spend
 
 MAX_GROUPS = 20
 """Groups of layers in the program."""

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmpq.planner.costs.stage_memory import sort_of
 from llmpq.planner.evaluate.objective import make_form
 from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.exact.start.starts import Incumbent
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Stage
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.work_clock import now_s, spend
+from llmpq.planner.problem.stage_memory import sort_of
+from llmpq.planner.problem.work_clock import now_s, spend
 
 
 @dataclass(frozen=True, kw_only=True)

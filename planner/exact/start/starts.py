@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from llmpq.planner.costs.stage_memory import sort_of
 from llmpq.planner.evaluate.fits import fits, fitting_plan
 from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Infeasible, Stage
 from llmpq.planner.problem.problem import Floats, Problem
-from llmpq.planner.work_clock import now_s
+from llmpq.planner.problem.stage_memory import sort_of
+from llmpq.planner.problem.work_clock import now_s
 
 
 class Incumbent:

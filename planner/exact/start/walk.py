@@ -19,15 +19,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.costs.stage_memory import sort_of
 from llmpq.planner.evaluate.objective import make_form
 from llmpq.planner.exact.bounds.pairs import PairTables
-from llmpq.planner.exact.space import allowed_stages
+from llmpq.planner.exact.bounds.space import allowed_stages
 from llmpq.planner.exact.start.improve import improved
 from llmpq.planner.exact.start.starts import Incumbent, distinct_orders, first_plans, other_methods
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Stage
 from llmpq.planner.problem.problem import Floats, Problem
-from llmpq.planner.work_clock import now_s, spend
+from llmpq.planner.problem.stage_memory import sort_of
+from llmpq.planner.problem.work_clock import now_s, spend
 
 Ints = NDArray[np.int64]
 WIDER = (1.0, 1.03, 1.1, 1.3, 2.0)

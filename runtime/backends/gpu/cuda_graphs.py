@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import StepMessage
+from llmpq.runtime.requests.request import StepMessage
 
 _log = logging.getLogger("llmpq.graphs")
 

@@ -54,8 +54,8 @@ from llmpq.runtime.models.mlps import MLP, GatedMLP
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer
 from llmpq.runtime.models.rotary import Rotary
-from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.paged_step import PagedStep
+from llmpq.runtime.steps.step import Step
 
 _NORMED = "normed"
 """In a step's memo: a layer's output, and that by the norm of the layer behind it."""

@@ -38,12 +38,12 @@ from llmpq.kernels.recurrent.gated_norm import gated_norm
 from llmpq.kernels.recurrent.notes import Notes, note_rows
 from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows, scans
 from llmpq.kernels.recurrent.state_walk import Recurrence, walk_rows
-from llmpq.plan import MAX_GAMMA
+from llmpq.plans.plan import MAX_GAMMA
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.recurrent_states import LayerState
 from llmpq.runtime.models.recurrent import RecurrentMixer, in_factors
-from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.paged_step import PagedStep
+from llmpq.runtime.steps.step import Step
 
 
 def _at_once(part: RecurrentMixer, step: PagedStep) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.compile_missing import compiling_missing
+from llmpq.plans.speculation import MAX_GAMMA, MeasuredTimes, SpeculationMode
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.device_times import DeviceTimes
@@ -32,22 +33,21 @@ from llmpq.runtime.backends.stage_runner import StageRunner, result_table
 from llmpq.runtime.cache.gpu_forwarding_kv import GpuDraftedKV
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.kv_cache import PagedKV
-from llmpq.runtime.device_copies import HostCopy, to_host_async, upload
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import (
+from llmpq.runtime.requests.request import (
     NOT_FINITE_TOKEN,
     PENDING_TOKEN,
     PagedRow,
     StepKind,
     StepMessage,
 )
-from llmpq.runtime.step import message_of_rows, speculates
-from llmpq.runtime.trace import KindTotals
+from llmpq.runtime.steps.device_copies import HostCopy, to_host_async, upload
+from llmpq.runtime.steps.step import message_of_rows, speculates
+from llmpq.runtime.steps.trace import KindTotals
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.step_padding import CAPTURED_TOKENS
-from llmpq.speculation import MAX_GAMMA, MeasuredTimes, SpeculationMode
 
 
 class CudaStageRunner(StageRunner):

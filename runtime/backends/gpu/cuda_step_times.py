@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmpq.runtime.request import PagedRow, StepKind, StepMessage
-from llmpq.runtime.step import message_of_rows
+from llmpq.plans.speculation import MAX_GAMMA, Line, MeasuredTimes
+from llmpq.runtime.requests.request import PagedRow, StepKind, StepMessage
+from llmpq.runtime.steps.step import message_of_rows
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS
-from llmpq.speculation import MAX_GAMMA, Line, MeasuredTimes
 
 if TYPE_CHECKING:
     from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner

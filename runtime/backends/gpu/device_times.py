@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import torch
 
-from llmpq.runtime.request import StepKind
-from llmpq.runtime.trace import MAX_EVENTS, KindTotals
+from llmpq.runtime.requests.request import StepKind
+from llmpq.runtime.steps.trace import MAX_EVENTS, KindTotals
 
 _T = TypeVar("_T")
 

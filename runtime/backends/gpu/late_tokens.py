@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llmpq.runtime.device_copies import HostCopy
+from llmpq.runtime.steps.device_copies import HostCopy
 
 
 class LateTokens:

@@ -24,8 +24,8 @@ from llmpq.runtime.drafts.mtp_drafts import MOST_WAITING, MtpDrafts
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.sampling import likeliest
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import StepKind, StepMessage
-from llmpq.runtime.step import message_of_rows
+from llmpq.runtime.requests.request import StepKind, StepMessage
+from llmpq.runtime.steps.step import message_of_rows
 
 MOST_LOGITS_BYTES = 32 << 20
 """Of all places of a round: its graph keeps room for them, which no plan counts."""

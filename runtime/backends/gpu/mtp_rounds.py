@@ -29,8 +29,8 @@ from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
 from llmpq.runtime.drafts.acceptance import agreeing_prefix
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.request import NOT_FINITE_TOKEN, StepMessage
+from llmpq.runtime.requests.request import NOT_FINITE_TOKEN, StepMessage
+from llmpq.runtime.steps.paged_step import PagedStep
 
 
 class MtpRoundGraphs(StepGraphs):

@@ -25,9 +25,9 @@ from llmpq.kernels.recurrent.notes import FIELDS, noted_table
 from llmpq.runtime.backends.gpu.cuda_graphs import StepGraphs, StepOutput, rounded_rows
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.request import NOT_FINITE_TOKEN, StepMessage
-from llmpq.runtime.step import Span
+from llmpq.runtime.requests.request import NOT_FINITE_TOKEN, StepMessage
+from llmpq.runtime.steps.paged_step import PagedStep
+from llmpq.runtime.steps.step import Span
 from llmpq.sizes.step_padding import CAPTURED_TOKENS, gpu_padded
 
 

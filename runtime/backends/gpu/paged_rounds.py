@@ -25,7 +25,7 @@ from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, Numbers
 from llmpq.runtime.drafts.acceptance import agreeing_prefix
 from llmpq.runtime.drafts.draft_model import DraftModel
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import NOT_FINITE_TOKEN, StepMessage
+from llmpq.runtime.requests.request import NOT_FINITE_TOKEN, StepMessage
 
 
 class PagedRoundGraphs(StepGraphs):

@@ -1,1 +1,1 @@
-"""Surveys the nodes of a plan before a stage loads there."""
+"""Which of the nodes there are is which of a plan's, and what to say of them."""

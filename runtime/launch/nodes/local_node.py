@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.devices.this_machine import read_gpus, visible
 from llmpq.errors import StageLostError
-from llmpq.plan import Plan
-from llmpq.plan_nodes import nodes_of
+from llmpq.plans.plan import Plan
+from llmpq.plans.plan_nodes import nodes_of
 from llmpq.runtime.launch.nodes.node_match import RayNode, WantedNode, lacks, plain_address
 from llmpq.runtime.launch.stages.stage_host import (
     LOCAL_HOST,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from llmpq.devices.device_spec import device_specs, siblings
 from llmpq.devices.this_machine import kind_of
-from llmpq.plan import NodePlan, StagePlan
+from llmpq.plans.plan import NodePlan, StagePlan
 
 _ACCELERATOR = "accelerator_type:"
 

@@ -18,9 +18,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import PlanMismatchError, StageLostError
-from llmpq.plan import Plan, StagePlan
+from llmpq.plans.plan import Plan, StagePlan
 from llmpq.runtime.launch.nodes.local_node import all_here, local_addresses, wanted_nodes
 from llmpq.runtime.launch.nodes.node_match import (
     RayNode,

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Self
 
 import ray
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import StageLostError
-from llmpq.plan import Plan
-from llmpq.runtime.launch.launcher import Launcher, StageHandle
-from llmpq.runtime.launch.nodes.node_questions import require_same
+from llmpq.plans.plan import Plan
 from llmpq.runtime.launch.on_ray.actor_class import actor_class
 from llmpq.runtime.launch.on_ray.connect import ray_cluster
+from llmpq.runtime.launch.on_ray.node_questions import require_same
 from llmpq.runtime.launch.on_ray.placement import Reserved, give_back, own_raylet, reserve
 from llmpq.runtime.launch.on_ray.ray_stage import RayStage
 from llmpq.runtime.launch.on_ray.ray_watch import SILENCE, Raylet, RayWatch
+from llmpq.runtime.launch.stages.launcher import Launcher, StageHandle
 from llmpq.runtime.launch.stages.stage_process import STAGE_CALLS
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_wire import plan_data
-from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.options.engine_options import EngineOptions
+from llmpq.runtime.options.stage_settings import StageSettings
 
 if TYPE_CHECKING:
     from llmpq.runtime.launch.on_ray.weight_server import WeightServer

@@ -7,8 +7,6 @@ itself.
 
 from __future__ import annotations
 
-import logging
-import os
 import socket
 import threading
 import time
@@ -18,9 +16,8 @@ from typing import Any, Protocol
 
 from llmpq.commands.ray_address import require_ray
 from llmpq.errors import StageLostError
+from llmpq.runtime.launch.stages.heartbeat import BEAT_S
 
-BEAT_S = 2.0
-"""Seconds between heartbeats."""
 SILENCE = 0.8
 """Of a step's deadline: how long the driver may be silent; stages end then."""
 HEAD_S = 15.0
@@ -29,7 +26,6 @@ HEAD_S = 15.0
 _ANSWER_S = 1.0
 """How long the raylet may take to accept a connection: others wait for it."""
 _GREETING_BYTES = 4096
-_log = logging.getLogger("llmpq.ray")
 
 
 class Hearer(Protocol):
@@ -131,25 +127,3 @@ class Raylet:
             return True
         except OSError:
             return False
-
-
-class Heartbeat:
-    """The stage's side: ends the process when the driver has not been heard for a while."""
-
-    def __init__(self) -> None:
-        self._heard_s = time.monotonic()
-        self._limit_s = 0.0
-        self._thread: threading.Thread | None = None
-
-    def heard(self, limit_s: float) -> None:
-        """Note that the driver lives and may be silent for so long; the first starts the watch."""
-        self._heard_s, self._limit_s = time.monotonic(), limit_s
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, daemon=True, name="llmpq heartbeat")
-            self._thread.start()
-
-    def _watch(self) -> None:
-        while time.monotonic() - self._heard_s < self._limit_s:
-            time.sleep(BEAT_S / 2)
-        _log.error("the driver has not been heard for %.0f s: this stage ends", self._limit_s)
-        os._exit(1)

@@ -1,1 +1,1 @@
-"""Plans made without a planner, and what is added to a plan before it runs."""
+"""Which plan is run: given, asked for or made by hand, and what is added before it runs."""

@@ -12,19 +12,14 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from llmpq.cost_model import CostModel
+from llmpq.costs.cost_model import CostModel
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
-from llmpq.member_memory import planned_shape
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import MemoryForm, Plan, PoolForm
-from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.options import AUTO, EngineOptions
-from llmpq.sizes.pool_size import READS_KV4, planned_kv_bytes
-from llmpq.sizes.prefix_states import with_prefix_states
-from llmpq.sizes.workspace import workspace_bytes
-from llmpq.speculation import (
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.member_memory import planned_shape
+from llmpq.plans.plan import MemoryForm, Plan, PoolForm
+from llmpq.plans.prefix_states import with_prefix_states
+from llmpq.plans.speculation import (
     MAX_GAMMA,
     PlanTimes,
     SpeculationMode,
@@ -33,6 +28,11 @@ from llmpq.speculation import (
     kv_refusal,
     usable_modes,
 )
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.launch.plans.pool_plan import PoolPlan
+from llmpq.runtime.options.engine_options import AUTO, EngineOptions
+from llmpq.sizes.pool_size import READS_KV4, planned_kv_bytes
+from llmpq.sizes.workspace import workspace_bytes
 from llmpq.units import format_size
 from llmpq.workload import CHUNK_TOKENS
 

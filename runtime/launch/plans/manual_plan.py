@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from llmpq.cluster import Device
+from llmpq.devices.cluster import Device
 from llmpq.devices.device_spec import canonical_kind
 from llmpq.devices.this_machine import useful_threads
 from llmpq.errors import DoesNotFitError
-from llmpq.member_memory import member_memory, planned_shape
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import (
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.member_memory import member_memory, planned_shape
+from llmpq.plans.plan import (
     ClusterRef,
     MemberPlan,
     MemoryForm,
@@ -25,9 +25,9 @@ from llmpq.plan import (
     StagePlan,
     Worker,
 )
+from llmpq.plans.prefix_states import with_prefix_states
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.pool_size import planned_kv_bytes
-from llmpq.sizes.prefix_states import with_prefix_states
 from llmpq.units import format_size
 from llmpq.workload import CHUNK_TOKENS, DTYPE_BYTES, Dtype, Workload
 

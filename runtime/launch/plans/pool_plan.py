@@ -6,17 +6,17 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from llmpq.capabilities import execution_modes, lacking_sentence
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, PoolForm, StagePlan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.capabilities import execution_modes, lacking_sentence
+from llmpq.plans.plan import Plan, PoolForm, StagePlan
+from llmpq.plans.speculation import draft_weight_bytes
 from llmpq.precision import KVPrecision
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize, fits, fitting_pool, wanted_pool, window_step_tokens
-from llmpq.speculation import draft_weight_bytes
 from llmpq.workload import CHUNK_TOKENS
 
 HOST_BYTES, HOST_BYTES_PER_S = 4 << 30, 12e9

@@ -1,1 +1,1 @@
-"""The worker of a stage: settings, place, loading, calls; first file: stage_worker.py."""
+"""A stage's process: what starts it, its place, survey, loading, calls; first: stage_worker.py."""

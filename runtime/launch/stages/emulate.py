@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from llmpq.kernels.multiprocessors import multiprocessors
-from llmpq.plan import StagePlan
+from llmpq.plans.plan import StagePlan
 from llmpq.runtime.links.cuda_driver import CudaDriver
 
 

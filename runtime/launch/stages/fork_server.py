@@ -39,7 +39,7 @@ def main(number: int) -> None:
     leave_signals_to_parent()
     control = socket.socket(fileno=number)
     import llmpq.runtime.launch.stages.stage_worker  # noqa: F401 (what all stages need)
-    from llmpq.runtime.gc_freeze import gc_freeze
+    from llmpq.runtime.launch.stages.gc_freeze import gc_freeze
 
     gc_freeze()
     ended_read, ended_write = os.pipe()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 from llmpq.runtime.links.member_links import AllReduce
 from llmpq.runtime.models.stage_model import HeldParts
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from llmpq.kernels.native.file_lock import waited_s
-from llmpq.runtime.launch.launcher import OnLoad, StageHandle
+from llmpq.runtime.launch.stages.launcher import OnLoad, StageHandle
 
 _ASK_EVERY_S = 1.0
 _GRAINS = (0.05, 64 * 1024, 1)

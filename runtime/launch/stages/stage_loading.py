@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import torch
 
-from llmpq.cost_model import CostModel
+from llmpq.costs.cost_model import CostModel
 from llmpq.kernels.native.library import library
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
+from llmpq.plans.speculation import PlanTimes
 from llmpq.runtime.backends.build_stage import build_head, build_stage
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
+from llmpq.runtime.models.layer_tensors import TensorSource
 from llmpq.runtime.models.linear import Reduce
 from llmpq.runtime.models.stage_model import HeldParts
-from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.trace import LoadReport
-from llmpq.runtime.weights.sources import TensorSource
-from llmpq.speculation import PlanTimes
+from llmpq.runtime.options.engine_options import EngineOptions
+from llmpq.runtime.steps.trace import LoadReport
 
 
 def load_stage(

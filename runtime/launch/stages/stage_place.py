@@ -7,14 +7,14 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.devices.device_spec import canonical_kind
 from llmpq.devices.this_machine import processor_name
 from llmpq.errors import PlanMismatchError, unknown_name
-from llmpq.plan import Plan, StagePlan
-from llmpq.plan_nodes import nodes_of
+from llmpq.plans.plan import Plan, StagePlan
+from llmpq.plans.plan_nodes import nodes_of
 from llmpq.runtime.launch.stages.stage_host import process_space
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.options.stage_settings import StageSettings
 
 DeviceOf = tuple[str, int, str, int | None, int | None]
 """A device, and how much of it a stage uses: node, number there, kind, threads, SMs."""

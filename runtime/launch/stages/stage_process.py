@@ -52,14 +52,14 @@ def make(first: dict[str, Any]) -> Any:
     """Return the stage, survey or probe of a first line."""
     # Imported here: what cannot be imported is the answer to the first call.
     if "survey" in first:
-        from llmpq.runtime.launch.nodes.node_survey import NodeSurvey
+        from llmpq.runtime.launch.stages.node_survey import NodeSurvey
 
         return NodeSurvey(**first["survey"])
     if "probe" in first:
-        from llmpq.runtime.launch.nodes.stage_probe import StageProbe
+        from llmpq.runtime.launch.stages.stage_probe import StageProbe
 
         return StageProbe(**first["probe"])
-    from llmpq.runtime.gc_freeze import gc_freeze
+    from llmpq.runtime.launch.stages.gc_freeze import gc_freeze
     from llmpq.runtime.launch.stages.stage_wire import RemoteStageWorker
 
     is_frozen = gc.get_freeze_count() > 0

@@ -12,13 +12,13 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 from llmpq.runtime.launch.stages.stage_place import StagePlace
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
-from llmpq.runtime.request import EngineOutputs, Finished, Progress, Request
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput
-from llmpq.runtime.trace import LoadReport, StageRecord
+from llmpq.runtime.options.stage_settings import StageSettings
+from llmpq.runtime.requests.request import EngineOutputs, Finished, Progress, Request
+from llmpq.runtime.requests.sampling_params import SamplerConfig
+from llmpq.runtime.requests.token_rules import LogitsConstraints, LogprobOutput
+from llmpq.runtime.steps.trace import LoadReport, StageRecord
 
 
 def write_args(method: str, args: Sequence[Any]) -> list[Any]:

@@ -22,10 +22,11 @@ import torch.distributed as dist
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.commands.output_paths import require_folder
-from llmpq.costs_cache import cache_folder
+from llmpq.costs.costs_cache import cache_folder
 from llmpq.errors import StageLostError
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, StagePlan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan, StagePlan
+from llmpq.plans.speculation import MAX_GAMMA
 from llmpq.precision import WeightScheme
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.drafts.drafters import speculation_report
@@ -33,13 +34,12 @@ from llmpq.runtime.engine.pool_limits import max_ahead
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.shared_stage import LeadingCompute, run_follower
 from llmpq.runtime.engine.stage_loop import Compute, FirstStage, run_following_stage
-from llmpq.runtime.guides import GrammarCompiler
-from llmpq.runtime.launch.nodes.rendezvous import Rendezvous
-from llmpq.runtime.launch.on_ray.ray_watch import Heartbeat
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.emulate import Emulation
+from llmpq.runtime.launch.stages.heartbeat import Heartbeat
 from llmpq.runtime.launch.stages.held_stage import HeldStage
 from llmpq.runtime.launch.stages.load_watch import LoadSigns
+from llmpq.runtime.launch.stages.rendezvous import Rendezvous
 from llmpq.runtime.launch.stages.stage_host import address_on, is_loopback, talk_over
 from llmpq.runtime.launch.stages.stage_loading import (
     load_stage,
@@ -48,7 +48,6 @@ from llmpq.runtime.launch.stages.stage_loading import (
     warm_up_together,
 )
 from llmpq.runtime.launch.stages.stage_place import StagePlace, place_of
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.links.device_links import (
     KINDS,
     DeviceTransport,
@@ -66,23 +65,32 @@ from llmpq.runtime.links.transport import (
     join_gloo,
     more_connections,
 )
+from llmpq.runtime.models.layer_tensors import TensorSource
 from llmpq.runtime.models.stage_model import DTYPES
-from llmpq.runtime.request import Abort, EngineOutputs, Halt, Mailbox, Request, ResetPrefixCache
-from llmpq.runtime.text.answer_text import StopTexts
-from llmpq.runtime.token_rules import Guide, GuideKind, LogitsConstraints, LogprobOutput
-from llmpq.runtime.trace import (
+from llmpq.runtime.options.stage_settings import StageSettings
+from llmpq.runtime.requests.guides import GrammarCompiler
+from llmpq.runtime.requests.request import (
+    Abort,
+    EngineOutputs,
+    Halt,
+    Mailbox,
+    Request,
+    ResetPrefixCache,
+)
+from llmpq.runtime.requests.token_rules import Guide, GuideKind, LogitsConstraints, LogprobOutput
+from llmpq.runtime.steps.trace import (
     MAX_EVENTS,
     REPORTED_EVENTS,
     LoadReport,
     Recorder,
     StageRecord,
 )
+from llmpq.runtime.text.answer_text import StopTexts
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.remote_slice import SliceSource, remote_slice
-from llmpq.runtime.weights.sources import CheckpointSource, RandomSource, TensorSource
-from llmpq.speculation import MAX_GAMMA
+from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
 
 STORE_LIMIT = datetime.timedelta(seconds=60)
 """How long a stage may look for the first one's store; `join_gloo` then waits for all of them."""

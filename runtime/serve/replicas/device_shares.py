@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmpq.cluster import Cluster, Device, DeviceGroup, Links
-from llmpq.plan import Plan
+from llmpq.devices.cluster import Cluster, Device, DeviceGroup, Links
+from llmpq.plans.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

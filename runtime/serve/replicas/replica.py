@@ -16,10 +16,10 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from llmpq.child import serve_calls
-from llmpq.plan import Plan
-from llmpq.runtime.gc_freeze import gc_freeze
-from llmpq.runtime.llm import LLM
-from llmpq.runtime.options import EngineOptions
+from llmpq.plans.plan import Plan
+from llmpq.runtime.entrypoints.llm import LLM
+from llmpq.runtime.launch.stages.gc_freeze import gc_freeze
+from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.runtime.serve.app import make_app
 from llmpq.runtime.serve.gate import ARRIVED, ARRIVED_S, REQUEST_ID, TALLIED, TALLY, Message
 from llmpq.runtime.serve.page import state_of

@@ -21,12 +21,12 @@ from llmpq.kernels.weights.atom_weight import (
     quantize_atom,
 )
 from llmpq.kernels.weights.weight import Weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.wiring import Wiring
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.sources import RandomSource
 from reference import check_atom
 from reference.atom_twins import integer_product

@@ -10,7 +10,7 @@ from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import norm_behind as fused_behind
 from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
-from llmpq.kernels.kv import tiles
+from llmpq.kernels.kv.paged import tiles
 from reference import fused_twins
 from reference.cubin import SHARED_LIMIT
 from reference.gemm_twins import relative_error

@@ -21,9 +21,9 @@ from llmpq.kernels.weights.atom_weight import (
     quantize_atom,
     unpack_nibbles,
 )
-from llmpq.memory import Quantization, layer_weight_bytes
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision, default_scheme
+from llmpq.sizes.memory import Quantization, layer_weight_bytes
 from reference.atom_twins import integer_product
 
 pytestmark = pytest.mark.cpu

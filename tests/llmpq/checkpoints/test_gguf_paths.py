@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main
 
 pytestmark = pytest.mark.pure

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from llmpq.checkpoints.hub import at_revision, local_model, name_of
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.sources import CheckpointSource
 

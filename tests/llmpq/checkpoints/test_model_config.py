@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmpq.families.common.class_defaults import config_class
-from llmpq.model_spec import ModelSpec, RopeScaling, builtin_configs
+from llmpq.models.model_spec import ModelSpec, RopeScaling, builtin_configs
 
 pytestmark = pytest.mark.pure
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.devices.device_list import read_devices
 from llmpq.devices.device_spec import (
     canonical_kind,

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.devices.joined_devices import crowded_notes, group_of, joined, one_group
-from llmpq.member_memory import member_memory, planned_shape
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main as planner
+from llmpq.plans.member_memory import member_memory, planned_shape
+from llmpq.plans.plan import Plan
 
 
 def cluster_of(*devices: dict[str, object]) -> Cluster:

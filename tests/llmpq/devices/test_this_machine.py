@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq import costs_cache
-from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
+from llmpq.costs import costs_cache
+from llmpq.costs.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
 from llmpq.devices import this_machine
 from llmpq.devices.device_spec import device_specs
 from llmpq.devices.joined_devices import one_group
@@ -18,7 +18,7 @@ from llmpq.devices.this_machine import (
     useful_threads,
     visible,
 )
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision
 
 pytestmark = pytest.mark.pure

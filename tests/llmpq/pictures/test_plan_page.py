@@ -17,8 +17,8 @@ from llmpq.pictures.plan_page import Beside, plan_page
 from llmpq.pictures.predicted_steps import predicted_steps
 from llmpq.pictures.stage_links import link_loads
 from llmpq.pictures.text_pictures import memory_bars
-from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
+from llmpq.plans.plan import Plan
 from llmpq.units import format_size, shown_loss
 
 pytestmark = pytest.mark.pure

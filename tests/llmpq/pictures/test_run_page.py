@@ -13,7 +13,7 @@ import pytest
 from browser import browser, faults_in_every_look, needs_browser
 from llmpq.pictures.html_page import Picture
 from llmpq.pictures.run_page import run_page, timeline_page
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 from llmpq.units import format_size
 
 pytestmark = pytest.mark.pure

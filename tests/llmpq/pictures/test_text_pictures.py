@@ -8,7 +8,7 @@ import pytest
 
 from llmpq.pictures.memory_parts import device_bytes, memory_parts
 from llmpq.pictures.text_pictures import NAME, WIDE, memory_bars, pipeline_lines
-from llmpq.plan import Plan
+from llmpq.plans.plan import Plan
 
 pytestmark = pytest.mark.pure
 PLAN = Plan.load(Path(__file__).resolve().parents[3] / "docs/plan.json")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from llmpq.families.common.spec_values import Indexer
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.gpu_workspace import (
     LIBRARY_BYTES,

@@ -11,12 +11,12 @@ import pytest
 
 from llmpq.planner.baselines.adabits import kind_orders
 from llmpq.planner.baselines.device_sets import every_set
-from llmpq.planner.baselines.flexgen import estimate_flexgen
 from llmpq.planner.baselines.pipeedge import _allowed, _balanced
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import job_time, stage_times, sum_omega
 from llmpq.planner.evaluate.simulator import replay
+from llmpq.planner.ilp.flexgen import estimate_flexgen
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Infeasible, Unfinished
 from llmpq.planner.problem.problem import Problem

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from llmpq.errors import BadPlanError, LlmpqError, PlanMismatchError
-from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.check.build_plan import build_plan
 from llmpq.planner.check.check import check_alone
 from llmpq.planner.problem.outcome import Infeasible
 from llmpq.planner.solving.methods import SolveOptions, solve
+from llmpq.plans.plan import Plan
 from reference.random_problems import random_problem
 
 pytestmark = pytest.mark.pure

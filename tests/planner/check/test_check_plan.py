@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmpq.errors import BadPlanError, DoesNotFitError, PlanMismatchError
-from llmpq.plan import Plan, Speculation
 from llmpq.planner.check.build_plan import build_plan
 from llmpq.planner.check.check import check_plan
 from llmpq.planner.evaluate.add_drafts import round_bytes
@@ -20,7 +19,8 @@ from llmpq.planner.evaluate.objective import value
 from llmpq.planner.problem.outcome import Infeasible
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.methods import PLANNERS, SolveOptions, solve
-from llmpq.speculation import draft_bytes
+from llmpq.plans.plan import Plan, Speculation
+from llmpq.plans.speculation import draft_bytes
 from llmpq.units import format_size
 from reference.random_problems import random_problem
 

@@ -8,12 +8,12 @@ import pytest
 
 import llmpq
 from llmpq.errors import BadPlanError
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import MemoryForm, Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main
 from llmpq.planner.check.check import check_alone
+from llmpq.plans.plan import MemoryForm, Plan
+from llmpq.plans.prefix_states import prefix_notes, with_prefix_states
 from llmpq.sizes.pool_size import LEAST_SNAPSHOTS
-from llmpq.sizes.prefix_states import prefix_notes, with_prefix_states
 from llmpq.sizes.state_size import state_bytes
 
 pytestmark = pytest.mark.pure

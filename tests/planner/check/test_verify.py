@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.__main__ import main
 from llmpq.planner.check import verify as verify_module
 from llmpq.planner.check.build_plan import build_plan
 from llmpq.planner.check.verify import PRICE, Refused, bounds, digest, most_rows, verify
 from llmpq.planner.evaluate.objective import sum_omega
-from llmpq.planner.limits import MOST_WAVES
+from llmpq.planner.problem.limits import MOST_WAVES
 from llmpq.planner.solving import certificate as certificate_module
 from llmpq.planner.solving.certificate import certificate, engine_proofs, with_tables
 from llmpq.planner.solving.methods import SolveOptions

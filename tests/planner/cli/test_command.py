@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from llmpq.devices.device_spec import device_specs
-from llmpq.memory import Quantization, stage_memory
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main
 from llmpq.planner.make import make_plan
+from llmpq.plans.plan import Plan
 from llmpq.precision import Precision
+from llmpq.sizes.memory import Quantization, stage_memory
 from llmpq.sizes.stage_shape import StageShape
 from llmpq.units import format_size
 from llmpq.workload import Workload

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from llmpq import model_spec
 from llmpq.devices import device_spec
+from llmpq.models import model_spec
 from llmpq.planner.__main__ import main
 from llmpq.shipped_table import shipped_table
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.plan import Plan, Predicted, SolverReport
+from llmpq.devices.cluster import Cluster
 from llmpq.planner.__main__ import main
 from llmpq.planner.cli import explain
 from llmpq.planner.cli.explain import Regret, is_balanced, regret_lines
@@ -26,6 +25,7 @@ from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.methods import SolveOptions, solve
+from llmpq.plans.plan import Plan, Predicted, SolverReport
 from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]

@@ -7,10 +7,10 @@ import shlex
 
 import pytest
 
-from llmpq.model_spec import ModelSpec, builtin_configs, builtin_ids
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec, builtin_configs, builtin_ids
 from llmpq.planner.export import WRITERS
 from llmpq.planner.export.result import engine_flags
+from llmpq.plans.plan import Plan
 
 pytestmark = pytest.mark.pure
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
+from llmpq.plans.plan import Plan
 
 pytestmark = pytest.mark.pure
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
+from llmpq.planner.check.refusal import too_big
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.refusal import too_big
+from llmpq.plans.plan import Plan
 from reference.brute_force import assignments
 from reference.random_problems import random_problem
 
@@ -83,7 +83,9 @@ NUMBERS = {
 def test_a_number_out_of_range_is_refused_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
-    monkeypatch.setattr("llmpq.planner.answer.plan_in_child", None)  # refused before planning
+    monkeypatch.setattr(
+        "llmpq.planner.solving.answer.plan_in_child", None
+    )  # refused before planning
     monkeypatch.setattr("llmpq.planner.cli.show_front.front_in_child", None)
     monkeypatch.chdir(ROOT)
     code, text, err = _run(capsys, *SMALL, *JOB, *flags.split())
@@ -103,7 +105,7 @@ def test_theta_of_a_cluster_file_is_checked_too(
 def test_a_batch_beyond_all_memory_is_refused_before_any_search(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
-    monkeypatch.setattr("llmpq.planner.answer.plan_in_child", None)
+    monkeypatch.setattr("llmpq.planner.solving.answer.plan_in_child", None)
     monkeypatch.setattr("llmpq.planner.cli.show_front.front_in_child", None)
     start = time.thread_time()
     words = ["--global-bz", "10000", "--s", "512", "--n", "100", "--kv", "16,8", *flags.split()]
@@ -115,7 +117,7 @@ def test_a_batch_beyond_all_memory_is_refused_before_any_search(
 def test_a_thousand_devices_are_refused_as_fast(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.planner.answer.plan_in_child", None)
+    monkeypatch.setattr("llmpq.planner.solving.answer.plan_in_child", None)
     start = time.thread_time()
     words = ["--device-names", "T4", "V100", "--device-numbers", "1000", "1000", *JOB]
     code, _, err = _run(capsys, *words, "--model", "llama-3.1-405b", "--max-devices", "2")
@@ -156,7 +158,7 @@ def test_numbers_of_devices_without_names(capsys: pytest.CaptureFixture[str]) ->
 def test_an_unknown_draft_is_refused_before_planning(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.planner.answer.plan_in_child", None)
+    monkeypatch.setattr("llmpq.planner.solving.answer.plan_in_child", None)
     code, _, err = _run(capsys, *SMALL, *JOB, "--speculate", "medusa")
     known = "auto, qspec, w4kv4, kv4, ngram, mtp"
     assert (code, err) == (2, f"llmpq-algo: --speculate medusa: expected one of {known}\n")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
+from llmpq.plans.plan import Plan
 from llmpq.precision import Precision
 
 pytestmark = pytest.mark.pure

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from llmpq.plan import Plan
 from llmpq.planner.cli.alternatives import Speed
 from llmpq.planner.cli.report import speed_line, stage_table
 from llmpq.planner.make import make_plan
+from llmpq.plans.plan import Plan
 from llmpq.units import shown
 
 pytestmark = pytest.mark.pure

@@ -10,14 +10,14 @@ from functools import cache
 import pytest
 
 from llmpq.errors import BadPlanError, DoesNotFitError
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, Speculation
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main
 from llmpq.planner.check.check import check_alone
+from llmpq.plans.plan import Plan, Speculation
+from llmpq.plans.speculation import SpeculationMode, draft_bytes, draft_weight_bytes
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.options import EngineOptions
-from llmpq.speculation import SpeculationMode, draft_bytes, draft_weight_bytes
+from llmpq.runtime.options.engine_options import EngineOptions
 
 pytestmark = pytest.mark.pure
 GIB = 1 << 30

@@ -14,7 +14,6 @@ from typing import Any, cast
 import pytest
 
 from llmpq.errors import DoesNotFitError
-from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.cli.show_plan import best_answer
 from llmpq.planner.export import request_shares
@@ -22,7 +21,8 @@ from llmpq.planner.make import make_plan
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.methods import SolveOptions
-from llmpq.topology import Topology, read_plan
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology, read_plan
 from llmpq.units import shown
 from reference.all_topologies import best_topology_of_all, shared_problem
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import nearest
-from llmpq.model_spec import ModelSpec, builtin_configs
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec, builtin_configs
 from llmpq.planner.__main__ import main
 from llmpq.planner.cli.arguments import (
     ENGINE_FLAGS,
@@ -23,6 +22,7 @@ from llmpq.planner.cli.arguments import (
 from llmpq.planner.cli.report import headline, loss_lines, stage_table
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.requests import ExportRequest
+from llmpq.plans.plan import Plan
 from llmpq.units import shown_loss
 
 pytestmark = pytest.mark.pure

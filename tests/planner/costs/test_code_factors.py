@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import Phase
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.costs.cost_model import Phase
+from llmpq.devices.cluster import Cluster
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import FACTORS, CostBook, form_of, with_code_factor
 from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.checkpoint_codes import checkpoint_codes, with_checkpoint_codes
+from llmpq.plans.plan import Plan
 from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.memory import Quantization
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.pure

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmpq.cost_model import LatencyEntry, Phase, Regime, new_tokens
+from llmpq.costs.cost_model import LatencyEntry, Phase, Regime, new_tokens
 from llmpq.planner.costs.cost_book import mean_decode_s
 from llmpq.precision import Precision
 from llmpq.workload import Workload

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
-from llmpq.memory import stage_memory
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.costs.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.costs.cost_book import mean_decode_s
@@ -19,10 +17,12 @@ from llmpq.planner.costs.roofline import (
     estimate_costs,
     experts_hit,
 )
-from llmpq.planner.costs.stage_memory import DENSE, MIXED, PACKED
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.stage_memory import DENSE, MIXED, PACKED
+from llmpq.plans.plan import Plan
 from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.memory import stage_memory
 from llmpq.sizes.stage_shape import StageShape
 from llmpq.workload import Workload
 

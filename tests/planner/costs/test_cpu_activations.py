@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from llmpq.devices.device_list import read_devices
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main
 from llmpq.planner.costs.roofline import estimate_costs
+from llmpq.plans.plan import Plan
 from llmpq.precision import Precision
+from llmpq.sizes.memory import Quantization
 
 pytestmark = pytest.mark.pure
 

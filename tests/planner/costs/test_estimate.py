@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import LatencyEntry, Phase
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.costs.cost_model import LatencyEntry, Phase
+from llmpq.devices.cluster import Cluster
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.roofline import ENQUEUE_S, estimate_costs
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.precision import WEIGHT_ONLY, Precision
+from llmpq.sizes.memory import Quantization
 
 pytestmark = pytest.mark.pure
 ROOT = Path(__file__).parents[3]

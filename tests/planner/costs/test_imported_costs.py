@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from llmpq.cost_model import CostModel, Phase
-from llmpq.plan import Plan
+from llmpq.costs.cost_model import CostModel, Phase
 from llmpq.planner.__main__ import main
 from llmpq.planner.costs.imported import AttentionTimes, layer_entries, thinned
+from llmpq.plans.plan import Plan
 from llmpq.precision import Precision
 
 pytestmark = pytest.mark.pure

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import CostModel, LinkCost, NodeLinkCost
+from llmpq.costs.cost_model import CostModel, LinkCost, NodeLinkCost
+from llmpq.devices.cluster import Cluster
 from llmpq.planner.costs.cost_book import CostBook
 
 pytestmark = pytest.mark.pure

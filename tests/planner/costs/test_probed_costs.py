@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import Phase
-from llmpq.devices.cpu_rates import CpuRates, ProductRate
+from llmpq.costs.cost_model import Phase
+from llmpq.costs.cpu_rates import CpuRates, ProductRate
+from llmpq.devices.cluster import Cluster
 from llmpq.devices.device_list import read_devices
 from llmpq.devices.this_machine import NAME
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main
 from llmpq.planner.costs import probed
 from llmpq.planner.costs.probed import outdated_rates, probed_costs, rates_for
+from llmpq.plans.plan import Plan
 from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.memory import Quantization
 
 pytestmark = pytest.mark.pure
 ONE_S = {16: 4e-10, 8: 2e-10, 4: 1e-10, 3: 0.9e-10}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.memory import Quantization, layer_weight_bytes
-from llmpq.model_spec import ModelSpec, builtin_configs
+from llmpq.models.model_spec import ModelSpec, builtin_configs
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.precision import Precision
+from llmpq.sizes.memory import Quantization, layer_weight_bytes
 
 pytestmark = pytest.mark.pure
 NANO = "nemotron-3-nano-30b-a3b"

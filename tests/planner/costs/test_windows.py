@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 import llmpq
-from llmpq.cluster import Cluster
-from llmpq.cost_model import LatencyEntry, Phase
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.costs.cost_model import LatencyEntry, Phase
+from llmpq.devices.cluster import Cluster
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.check.check import check_alone
 from llmpq.planner.costs.roofline import bandwidth, estimate_costs
 from llmpq.precision import Precision
+from llmpq.sizes.memory import Quantization
 
 pytestmark = pytest.mark.pure
 ROOT = Path(__file__).parents[3]

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from llmpq.cost_model import LatencyEntry, Phase, Regime
+from llmpq.costs.cost_model import LatencyEntry, Phase, Regime
 from llmpq.errors import BadPlanError, DoesNotFitError
-from llmpq.planner.answer import checked_plan
 from llmpq.planner.check.check import check_alone
+from llmpq.planner.check.refusal import too_big
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.evaluate.objective import job_time, stage_times
 from llmpq.planner.evaluate.simulator import replay, step_by_step_time
@@ -19,7 +19,7 @@ from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.numbers import chunk_sizes
 from llmpq.planner.problem.outcome import Assignment, Infeasible, Stage
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.refusal import too_big
+from llmpq.planner.solving.answer import checked_plan
 from llmpq.precision import Precision
 from llmpq.workload import prompt_chunks
 from reference.brute_force import brute_force

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import CostModel, LatencyEntry, Phase
+from llmpq.costs.cost_model import CostModel, LatencyEntry, Phase
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import BadPlanError
-from llmpq.memory import Quantization, expert_weight_bytes, layer_weight_bytes
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main
 from llmpq.planner.check.check import check_plan
 from llmpq.planner.cli.arguments import plan_request
@@ -21,7 +19,9 @@ from llmpq.planner.evaluate.objective import job_time
 from llmpq.planner.evaluate.simulator import replay
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Assignment, Stage
+from llmpq.plans.plan import Plan
 from llmpq.precision import Precision
+from llmpq.sizes.memory import Quantization, expert_weight_bytes, layer_weight_bytes
 
 pytestmark = pytest.mark.pure
 QUANTIZATION = Quantization()

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
+from llmpq.costs.cost_model import CostModel, LatencyEntry, Phase, Regime
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.families.common.spec_values import Indexer
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import MemoryForm
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.evaluate.add_drafts import with_speculation
+from llmpq.plans.plan import MemoryForm
+from llmpq.plans.speculation import draft_bytes
 from llmpq.precision import Precision
-from llmpq.speculation import draft_bytes
 
 pytestmark = pytest.mark.pure
 INDEXER = Indexer(heads=4, dim=16, topk=8)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.memory import layer_weight_bytes, stage_memory
-from llmpq.model_spec import ModelSpec
+from llmpq.devices.cluster import Cluster
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.evaluate.fits import spare_bytes
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
 from llmpq.precision import Precision
+from llmpq.sizes.memory import layer_weight_bytes, stage_memory
 from llmpq.sizes.stage_shape import StageShape
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.exact import search as exact_search
-from llmpq.planner.exact import space as exact_space
 from llmpq.planner.exact.bounds import columns as columns_table
+from llmpq.planner.exact.bounds import space as exact_space
 from llmpq.planner.exact.bounds.columns import assigned, make_columns
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.front.quality import solve_budget

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmpq.errors import BadPlanError
-from llmpq.plan import Plan
 from llmpq.planner.check.build_plan import build_plan
 from llmpq.planner.check.check import check_plan
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.problem.outcome import Infeasible
 from llmpq.planner.problem.problem import Problem
+from llmpq.plans.plan import Plan
 from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from llmpq.errors import BadPlanError
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.baselines.adabits import solve_adabits
 from llmpq.planner.baselines.heuristic import solve_heuristic
 from llmpq.planner.baselines.pipeedge import solve_pipeedge

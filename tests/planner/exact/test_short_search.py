@@ -2,8 +2,8 @@
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.model_spec import ModelSpec
+from llmpq.devices.cluster import Cluster
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.evaluate.objective import job_time
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.problem.make_problem import ProblemInputs, build_problem

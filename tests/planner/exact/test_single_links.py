@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import LinkCost
-from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
+from llmpq.costs.cost_model import LinkCost
+from llmpq.devices.cluster import Cluster
 from llmpq.planner.check.build_plan import build_plan
 from llmpq.planner.check.check import check_plan, recomputed, used_inputs
 from llmpq.planner.cli.what_if import changed_devices, with_added, without
@@ -19,6 +18,7 @@ from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.methods import SolveOptions, solve
+from llmpq.plans.plan import ClusterRef, ModelRef, Plan, StagePlan
 from reference.random_problems import random_problem
 
 pytestmark = pytest.mark.pure

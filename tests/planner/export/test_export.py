@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from llmpq.families import FAMILIES
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main
 from llmpq.planner.export import WRITERS
 from llmpq.planner.export.llamacpp import UNDIVIDED
 from llmpq.planner.export.result import ranges
+from llmpq.plans.plan import Plan
 from llmpq.precision import Precision
 
 pytestmark = pytest.mark.pure

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.export import WRITERS
 from llmpq.planner.export.llamacpp import llamacpp
+from llmpq.plans.plan import Plan
 
 pytestmark = pytest.mark.pure
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from llmpq.families import FAMILIES
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.export import WRITERS
+from llmpq.plans.plan import Plan
 from tests.runtime.conftest import BASE, KINDS
 
 torch = pytest.importorskip("torch")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.export import WRITERS
 from llmpq.planner.export.gguf_memory import BITS
 from llmpq.planner.problem.named_inputs import read_model
 from llmpq.planner.problem.requests import ModelRequest
+from llmpq.plans.plan import Plan
 from llmpq.units import format_size
 
 pytestmark = pytest.mark.pure

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.check.check import check_plan
 from llmpq.planner.cli import show_front
@@ -25,6 +24,7 @@ from llmpq.planner.front.front import Front, pareto_front
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.problem.problem import Problem
+from llmpq.plans.plan import Plan
 from llmpq.precision import KVPrecision, bits_of
 from reference.brute_force import assignments
 from reference.random_problems import random_problem

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main
-from llmpq.planner.answer import answer
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.front.preference import (
@@ -26,7 +24,9 @@ from llmpq.planner.front.preference import (
 )
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.make_problem import generic_sensitivity
+from llmpq.planner.solving.answer import answer
 from llmpq.planner.solving.methods import SolveOptions
+from llmpq.plans.plan import Plan
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from reference.brute_force import assignments
 from reference.random_cases import random_case

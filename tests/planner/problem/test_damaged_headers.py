@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.problem.checkpoint_codes import checkpoint_codes, with_checkpoint_codes
 from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision
+from llmpq.sizes.memory import Quantization
 
 pytestmark = pytest.mark.pure
 MOST_S, MOST_MB = 1.0, 100

@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.devices.this_machine import kind_of, parse_gpus
 from llmpq.planner.__main__ import main
 from llmpq.planner.problem import discovery

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.__main__ import main
 from llmpq.planner.make import plan_workload

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from llmpq.capabilities import (
+from llmpq.families import BY_MODEL_TYPE, FAMILIES
+from llmpq.families.not_run import FEATURE_OF
+from llmpq.models.model_spec import ModelSpec, builtin_configs
+from llmpq.planner.__main__ import main as planner
+from llmpq.planner.cli.report import mtp_notes
+from llmpq.planner.make import make_plan
+from llmpq.plans.capabilities import (
     EXECUTION_MODES,
     FEATURES,
     execution_modes,
@@ -17,13 +23,7 @@ from llmpq.capabilities import (
     lacks,
     require,
 )
-from llmpq.families import BY_MODEL_TYPE, FAMILIES
-from llmpq.families.not_run import FEATURE_OF
-from llmpq.model_spec import ModelSpec, builtin_configs
-from llmpq.plan import Speculation
-from llmpq.planner.__main__ import main as planner
-from llmpq.planner.cli.report import mtp_notes
-from llmpq.planner.make import make_plan
+from llmpq.plans.plan import Speculation
 from llmpq.precision import KVPrecision, Precision
 
 pytestmark = pytest.mark.pure

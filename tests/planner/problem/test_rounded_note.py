@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llmpq.cluster import Cluster
-from llmpq.model_spec import ModelSpec
+from llmpq.devices.cluster import Cluster
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.problem.make_problem import BuiltProblem, ProblemInputs, build_problem
 from llmpq.precision import Precision
 from llmpq.workload import Workload

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from llmpq.planner.__main__ import main
-from llmpq.planner.baselines.flexgen import estimate_flexgen
 from llmpq.planner.front.front import Front, pareto_front
+from llmpq.planner.ilp.flexgen import estimate_flexgen
 from llmpq.planner.problem.outcome import Infeasible, Outcome
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving import worker

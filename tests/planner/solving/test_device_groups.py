@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.devices.joined_devices import members_of
 from llmpq.planner.evaluate.objective import value
 from llmpq.planner.problem.make_problem import make_problem

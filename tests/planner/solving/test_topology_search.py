@@ -12,11 +12,11 @@ from functools import cache
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import sum_omega, value
-from llmpq.planner.limits import MOST_WAVES
+from llmpq.planner.problem.limits import MOST_WAVES
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving import engine_floors
 from llmpq.planner.solving.count_vectors import CountVectors, partitions

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from llmpq.planner.simulated import EngineModel, StepRows, simulate
+from llmpq.planner.evaluate.engine_simulation import EngineModel, StepRows, simulate
 from llmpq.planner.traffic.rates import (
     RATE_STEP,
     attained,

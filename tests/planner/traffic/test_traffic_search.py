@@ -12,24 +12,24 @@ from typing import Any
 
 import pytest
 
-from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.planner.answer import checked_plan
 from llmpq.planner.cli.show_traffic import traffic_job
+from llmpq.planner.evaluate.engine_simulation import EngineModel, simulate
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
 from llmpq.planner.problem.requests import PlanRequest, TrafficFlags
-from llmpq.planner.simulated import EngineModel, simulate
+from llmpq.planner.solving.answer import checked_plan
 from llmpq.planner.traffic import traffic_search
 from llmpq.planner.traffic.engine_plans import EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.rates import highest_rate, kept_apart
 from llmpq.planner.traffic.steady_state import MeanLengths, best_state, steady_state
+from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology, read_plan
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.service_measures import ServiceLimits, ServiceMeasures
-from llmpq.topology import Topology, read_plan
 from llmpq.traffic import Arrival, at_rate, poisson_traffic, rate_of, repeated
 
 pytestmark = pytest.mark.pure

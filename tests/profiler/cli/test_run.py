@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Padding, Phase, Regime
+from llmpq.costs.cost_model import CostModel, LatencyEntry, LinkCost, Padding, Phase, Regime
 from llmpq.kernels.cpu.native_layer import NativeStack
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.timing.cases import Conditions, Effort, Sample, Sampling, Target, TimedCase
@@ -20,8 +19,9 @@ from llmpq.profiler.timing.shape_grid import Reach, cases, make_grid
 from llmpq.profiler.timing.stopwatch import summarise
 from llmpq.profiler.timing.timed_layers import TimedModel, pool_of, step_message
 from llmpq.runtime.backends.stage_runner import StageRunner
-from llmpq.runtime.device_copies import HostCopy
-from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.requests.sampling_params import SamplerConfig
+from llmpq.runtime.steps.device_copies import HostCopy
+from llmpq.sizes.memory import Quantization
 from llmpq.sizes.step_padding import gpu_padded
 
 pytestmark = pytest.mark.cpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.cli.run_hosts import hosts_of_kinds
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.cli import indicator
 from llmpq.profiler.cli.flags import ProfileRequest, run_parser

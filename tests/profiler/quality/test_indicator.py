@@ -13,8 +13,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.weights.atom_weight import AtomWeight, quantize_atom
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision, WeightScheme
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.quality import output_error
@@ -26,6 +25,7 @@ from llmpq.profiler.quality.variance import InputStats, Rounding, activation_ome
 from llmpq.profiler.quantize.recipes import Settings, num_outliers
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sensitivity import Sensitivity
+from llmpq.sizes.memory import Quantization
 
 pytestmark = pytest.mark.cpu
 

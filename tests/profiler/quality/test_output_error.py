@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmpq.memory import Quantization
 from llmpq.precision import KVPrecision, Precision, default_scheme
 from llmpq.profiler.quality.output_error import OutputErrorObserver, output_error
+from llmpq.sizes.memory import Quantization
 
 pytestmark = pytest.mark.cpu
 

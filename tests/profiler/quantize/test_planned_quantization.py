@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.member_memory import member_memory, planned_shape
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, QuantizationForm
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main as plan_main
+from llmpq.plans.member_memory import member_memory, planned_shape
+from llmpq.plans.plan import Plan, QuantizationForm
 from llmpq.precision import Precision
 from llmpq.profiler.__main__ import main as profile_main
 from llmpq.profiler.cli.quantize import main as quantize_main
 from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.entrypoints.llm import LLM
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
-from llmpq.runtime.llm import LLM
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.requests.sampling_params import SamplingParams
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.workload import Workload

@@ -24,17 +24,17 @@ from llmpq.kernels.formats.atom_scheme import MANY, AtomScheme
 from llmpq.kernels.weights.atom_weight import AtomWeight, quantize_atom
 from llmpq.kernels.weights.quantized_weight import from_codes
 from llmpq.kernels.weights.round_to_nearest import quantize_codes
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.cli.quantize import main as quantize_main
 from llmpq.profiler.quantize.gptq import gptq_atom, gptq_codes, inverse_factor
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
 from llmpq.profiler.quantize.linears_in_turn import compensated, quantize
 from llmpq.profiler.quantize.one_layer import Recipe, channel_order, folded
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.memory import Quantization
 from reference.atom_twins import integer_product
 from reference.inject_outliers import InjectedSource
 from reference.pipeline import ReferencePipeline

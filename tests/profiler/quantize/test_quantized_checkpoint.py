@@ -18,18 +18,18 @@ from llmpq.kernels.atom.reference import atom_linear_reference
 from llmpq.kernels.weights.atom_weight import AtomWeight
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.profiler.cli.quantize import main as quantize_main
 from llmpq.profiler.quantize.layer_walk import random_windows
 from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model, spread
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.tools.evaluate import MeasuredJob, measured_plan, open_model, scores_of
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint, stored_kv
 from llmpq.runtime.weights.quantized_writer import layer_file
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.memory import Quantization
 from reference.interchange import to_awq, to_gptq
 from reference.pipeline import ReferencePipeline
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, Hessian, random_windows
 from llmpq.profiler.quantize.linears_in_turn import quantize

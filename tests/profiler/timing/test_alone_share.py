@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import LatencyEntry, Phase, Regime
+from llmpq.costs.cost_model import LatencyEntry, Phase, Regime
+from llmpq.devices.cluster import Cluster
 from llmpq.planner.costs.cost_book import alone_kinds
 from llmpq.precision import Precision
 from llmpq.profiler.timing.cases import CaseTime, Conditions, Sample, Target, TimedCase

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmpq.cost_model import Phase
+from llmpq.costs.cost_model import Phase
 from llmpq.errors import StageLostError
 from llmpq.precision import Precision
 from llmpq.profiler.timing import compile_ahead as module

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.cost_model import CostModel
+from llmpq.costs.cost_model import CostModel
 from llmpq.errors import StageLostError
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.timing import profile_host, stopwatch, worker_processes

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmpq.cost_model import LatencyEntry, Phase, term_values
+from llmpq.costs.cost_model import LatencyEntry, Phase, term_values
 from llmpq.precision import Precision
 from llmpq.profiler.timing.latency_fit import Fit, Point, fit_latency, fit_link, fit_rounds
 

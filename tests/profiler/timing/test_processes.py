@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import CostModel, Phase
+from llmpq.costs.cost_model import CostModel, Phase
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.precision import Precision
 from llmpq.profiler.__main__ import main

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.cost_model import Phase
+from llmpq.costs.cost_model import Phase
 from llmpq.profiler.timing.cases import CaseTime, Ready, SetUp, Target, TimedCase
 from llmpq.profiler.timing.latency_fit import fit_link
 from llmpq.profiler.timing.worker_processes import Group, TimingProcess, time_link

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.cost_model import Phase
-from llmpq.model_spec import ModelSpec
+from llmpq.costs.cost_model import Phase
+from llmpq.devices.cluster import Cluster
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.timing import profile_host as session
 from llmpq.profiler.timing.cases import CaseTime, Conditions, Sample, Sampling, Target, TimedCase

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmpq.cost_model import Phase
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.costs.cost_model import Phase
+from llmpq.models.model_spec import ModelSpec
 from llmpq.profiler.timing.cases import CaseTime, Effort, Part, Sampling, Target, TimedCase
 from llmpq.profiler.timing.timed_layers import TimedModel, kinds_of
+from llmpq.sizes.memory import Quantization
 from reference.unlike_layers import DENSE, NANO, NEXT
 
 pytestmark = pytest.mark.cpu

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmpq.cost_model import Phase
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.costs.cost_model import Phase
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.profiler.timing.cases import Effort, Part, Sampling, Target, TimedCase
 from llmpq.profiler.timing.timed_layers import TimedModel
+from llmpq.sizes.memory import Quantization
 from reference.unlike_layers import DENSE, NANO, NEXT
 
 pytestmark = [

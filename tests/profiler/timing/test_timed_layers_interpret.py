@@ -6,15 +6,15 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.cost_model import Phase
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.costs.cost_model import Phase
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.profiler.timing import timed_layers
 from llmpq.profiler.timing.cases import Sampling, Target, TimedCase
 from llmpq.profiler.timing.timed_layers import TimedModel
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.cache.gpu_paged_kv import GpuPagedKV
+from llmpq.sizes.memory import Quantization
 from reference.interpreted_stage import take_gpu_path
 
 pytestmark = [

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import QuantizationForm
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import QuantizationForm
 from llmpq.precision import Precision
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.models.linear import Linear
-from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import RaggedStep
+from llmpq.runtime.requests.request import PagedRow
+from llmpq.runtime.steps.step import RaggedStep
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.workload import Workload

@@ -12,7 +12,7 @@ from triton import knobs
 from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.kernels.fused.gated_mlp import gate_mul
 from llmpq.kernels.weights.atom_weight import AtomWeight, integer_linear, quantize_atom
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.runtime.backends.gpu import cuda_atom_layers
 from llmpq.runtime.backends.gpu.cuda_layers import CudaLayers
 from llmpq.runtime.backends.gpu.cuda_norms import norm

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.capabilities import execution_modes, lacking_sentence, lacks
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.capabilities import execution_modes, lacking_sentence, lacks
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.drafts.drafters import FixedDrafter

@@ -11,13 +11,13 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.capabilities import lacks
 from llmpq.kernels.kv import prompt_attend
 from llmpq.kernels.kv.paged import packed_pages_plan, paged_plan
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.weights import dense_weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.capabilities import lacks
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import build_stage
 from llmpq.runtime.backends.cuda import CudaBackend

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.speculation import draft_bytes
 from llmpq.runtime.backends.build_stage import build_head, build_stage
 from llmpq.runtime.backends.gpu.mtp_graphs import CudaMtpDrafts
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.request import MicroBatch, Request
-from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.requests.request import MicroBatch, Request
+from llmpq.runtime.requests.sampling_params import SamplerConfig
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize, planned_pool
-from llmpq.speculation import draft_bytes
 from reference.mtp_models import MtpModel, make_mtp_model
 from reference.open_stages import OpenStages
 

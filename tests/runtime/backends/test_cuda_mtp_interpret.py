@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.backends.build_stage import build_head, build_stage
@@ -21,8 +21,8 @@ from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.request import PagedRow, Request, StepKind, StepMessage
-from llmpq.runtime.step import message_of_rows
+from llmpq.runtime.requests.request import PagedRow, Request, StepKind, StepMessage
+from llmpq.runtime.steps.step import message_of_rows
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
 from reference.interpreted_stage import gpu_pool, take_gpu_path

@@ -8,12 +8,12 @@ import torch
 import transformers
 from triton import knobs
 
-from llmpq.capabilities import execution_modes, require
 from llmpq.kernels.kv import prompt_attend
 from llmpq.kernels.kv.paged import paged_plan
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.kv.reference import EVERYTHING
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.capabilities import execution_modes, require
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.backends.build_stage import build_stage
@@ -32,10 +32,10 @@ from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models.layers import PlainLayers
 from llmpq.runtime.models.sampling import SamplerConfig
-from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.request import Mailbox, PagedRow, Request, StepKind
-from llmpq.runtime.token_rules import Guide, LogitsConstraints
-from llmpq.runtime.trace import Recorder
+from llmpq.runtime.requests.request import Mailbox, PagedRow, Request, StepKind
+from llmpq.runtime.requests.token_rules import Guide, LogitsConstraints
+from llmpq.runtime.steps.paged_step import PagedStep
+from llmpq.runtime.steps.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import RING_TOKENS, TAIL_TOKENS
 from llmpq.sizes.pool_size import PoolSize

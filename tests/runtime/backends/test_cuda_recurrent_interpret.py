@@ -10,7 +10,8 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.speculation import SpeculationMode
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.backends.build_stage import build_stage
@@ -20,10 +21,9 @@ from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.request import MicroBatch, Request, StepKind, StepMessage
+from llmpq.runtime.requests.request import MicroBatch, Request, StepKind, StepMessage
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
-from llmpq.speculation import SpeculationMode
 from reference.interpreted_stage import gpu_pool, pack_quickly, take_gpu_path
 from reference.open_stages import OpenStages
 

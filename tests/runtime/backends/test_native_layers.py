@@ -10,8 +10,8 @@ from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.models.layers import PlainLayers
 from llmpq.runtime.models.linear import round_activations
-from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import RaggedStep, Step
+from llmpq.runtime.requests.request import PagedRow
+from llmpq.runtime.steps.step import RaggedStep, Step
 from llmpq.sizes.kv_format import packed_blocks
 from llmpq.sizes.pool_size import PoolSize
 from reference.pipeline import ReferencePipeline
@@ -69,7 +69,7 @@ def model_of(directory, bits, dtype):
 
 
 def _layers(directory):
-    from llmpq.model_spec import ModelSpec
+    from llmpq.models.model_spec import ModelSpec
 
     return ModelSpec.from_directory(directory).num_layers
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.runtime.backends import build_stage as stage_building
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.drafts.drafters import FixedDrafter
@@ -19,9 +19,9 @@ from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.links.member_links import AllReduce, Followers, HostTotal
 from llmpq.runtime.links.thread_links import ThreadRendezvous
 from llmpq.runtime.models.sampling import SamplerConfig
-from llmpq.runtime.request import Mailbox, Request
-from llmpq.runtime.token_rules import LogitsConstraints
-from llmpq.runtime.trace import Recorder
+from llmpq.runtime.requests.request import Mailbox, Request
+from llmpq.runtime.requests.token_rules import LogitsConstraints
+from llmpq.runtime.steps.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
 from reference.fused_twins import rms_norm_reference

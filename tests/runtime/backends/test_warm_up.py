@@ -6,7 +6,7 @@ import pytest
 
 from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.backends.stage_runner import StageRunner
-from llmpq.runtime.request import StepKind
+from llmpq.runtime.requests.request import StepKind
 
 pytestmark = pytest.mark.cpu
 

@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llmpq.kernels.kv.reference import ScoreRule, Scoring
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache import cpu_paged_kv
+from llmpq.runtime.cache.attention import alibi_slopes
 from llmpq.runtime.cache.kv_cache import AttentionInputs
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
-from llmpq.runtime.models.attention import alibi_slopes
-from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import RaggedStep
+from llmpq.runtime.requests.request import PagedRow
+from llmpq.runtime.steps.step import RaggedStep
 from llmpq.sizes.pool_size import wanted_pool
 from llmpq.workload import Workload
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu

@@ -6,10 +6,10 @@ import torch
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.kernels.kv.reference import Scoring
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import AttentionInputs
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from reference.contiguous_kv import make_kv_cache
 from reference.kv_history import attend_from_history, relative_error
 from reference.pipeline import ReferencePipeline

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from llmpq.devices import this_machine
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Speculation
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Speculation
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.cli.tool_flags import BenchOptions, bench_parser
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
@@ -59,7 +59,7 @@ def test_in_process_with_dummy_weights(demo_model, tmp_path, capsys):
 )
 def test_a_job_computes_in_the_dtype_that_run_would_take(monkeypatch, quick, words, dtype):
     """As stored (opt: float16) where the CPU is quick in that, else float32."""
-    monkeypatch.setattr("llmpq.default_dtype.quick_dtypes", lambda: frozenset(quick))
+    monkeypatch.setattr("llmpq.devices.default_dtype.quick_dtypes", lambda: frozenset(quick))
     monkeypatch.setattr(this_machine, "read_gpus", list)
     monkeypatch.setattr(bench, "on_gpu", lambda plan: plan)
     options = bench_parser().read_as(BenchOptions, [*DUMMY, *words])

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from llmpq.errors import ExitCode
-from llmpq.plan import MemoryForm
+from llmpq.plans.plan import MemoryForm
+from llmpq.plans.topology import EngineShare, Topology
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.tools.check import judge, judge_engines
-from llmpq.topology import EngineShare, Topology
 
 pytestmark = pytest.mark.cluster
 

@@ -15,8 +15,8 @@ from functools import partial
 import pytest
 
 from llmpq.errors import ExitCode
-from llmpq.runtime import control_socket
 from llmpq.runtime.cli.main import main
+from llmpq.runtime.elastic import control_socket
 
 
 @pytest.fixture

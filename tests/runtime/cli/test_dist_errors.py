@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import DoesNotFitError, ExitCode, StageLostError
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.launch.pipeline_client import PipelineClient
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
-from llmpq.runtime.options import Deadlines, EngineOptions
-from llmpq.runtime.request import Request
+from llmpq.runtime.options.engine_options import Deadlines, EngineOptions
+from llmpq.runtime.options.stage_settings import StageSettings
+from llmpq.runtime.requests.request import Request
 
 pytestmark = pytest.mark.cluster
 NAMED_WITHIN_S = 15

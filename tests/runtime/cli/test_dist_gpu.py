@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.plan import MemoryForm
+from llmpq.plans.plan import MemoryForm
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,7 +21,7 @@ from llmpq.runtime.cli import main as command_line
 from llmpq.runtime.cli import tool_flags
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.cli.run import prepare_rows
-from llmpq.runtime.llm import LLM
+from llmpq.runtime.entrypoints.llm import LLM
 from llmpq.runtime.text.batch_rows import Defaults, json_row
 from llmpq.runtime.text.tokenizer import Tokenizer
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from llmpq.errors import PlanMismatchError
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import ClusterRef, ModelRef, Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cli.tool_flags import EvalOptions, eval_parser
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.tools import evaluate
 from llmpq.runtime.tools.evaluate import (

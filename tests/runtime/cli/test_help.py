@@ -38,7 +38,7 @@ COMMANDS = [
 MORE = ["llmpq.profiler", "llmpq.runtime", "llmpq.runtime bench"]
 WATCHED = """
 import json, os, runpy, sys, tempfile
-import llmpq.commands.command_line, llmpq.plan  # what every command imports
+import llmpq.commands.command_line, llmpq.plans.plan  # what every command imports
 
 for line in json.load(sys.stdin):
     with tempfile.TemporaryFile("w+") as out:

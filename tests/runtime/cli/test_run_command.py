@@ -10,23 +10,23 @@ from dataclasses import asdict
 import pytest
 from rich.console import Console
 
-from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
+from llmpq.costs.cost_model import CostModel, LatencyEntry, Phase, Regime
 from llmpq.errors import BadPlanError
 from llmpq.precision import Precision
 from llmpq.runtime.cli.main import COMMANDS, main
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.run import prepare_rows
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
+from llmpq.runtime.entrypoints.llm import LLM
 from llmpq.runtime.launch.stages.stage_loading import make_drafter
-from llmpq.runtime.llm import LLM
-from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.runtime.report.job_report import JobResult, build_report, precision_runs, print_summary
-from llmpq.runtime.request import Request
-from llmpq.runtime.request_output import CompletionOutput, RequestOutput
+from llmpq.runtime.requests.request import Request
+from llmpq.runtime.requests.request_output import CompletionOutput, RequestOutput
+from llmpq.runtime.steps.trace import KindTotals, LoadReport, StageRecord, TraceEvent
 from llmpq.runtime.text.answer_text import StopTexts
 from llmpq.runtime.text.batch_rows import BatchRow, Defaults, json_row, text_row
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.trace import KindTotals, LoadReport, StageRecord, TraceEvent
 
 pytestmark = pytest.mark.cpu
 CHAT = json.dumps(

@@ -10,20 +10,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmpq import LLM, SamplingParams
-from llmpq.checkpoints.stored_head import has_mtp_head
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.models.stored_head import has_mtp_head
+from llmpq.plans.speculation import draft_bytes, expected_tokens, usable_modes
 from llmpq.runtime.backends.build_stage import build_head, build_stage
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.complete_plan import complete_plan, decide_drafts
-from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.request import MicroBatch, PagedRow, Request
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import RaggedStep
+from llmpq.runtime.options.engine_options import EngineOptions
+from llmpq.runtime.requests.request import MicroBatch, PagedRow, Request
+from llmpq.runtime.requests.sampling_params import SamplerConfig
+from llmpq.runtime.steps.step import RaggedStep
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize, planned_pool
-from llmpq.speculation import draft_bytes, expected_tokens, usable_modes
 from reference.mtp_models import MtpModel, make_mtp_model
 from reference.open_stages import OpenStages
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.plan import Speculation, StagePlan
+from llmpq.plans.plan import Speculation, StagePlan
+from llmpq.plans.speculation import MAX_GAMMA
 from llmpq.precision import Precision
-from llmpq.speculation import MAX_GAMMA
 
 pytestmark = pytest.mark.cpu
 

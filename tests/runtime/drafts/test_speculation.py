@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.speculation import draft_bytes
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.cache.forwarding_kv import DraftedKV
 from llmpq.runtime.drafts import acceptance, ngram
@@ -18,13 +19,12 @@ from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.models.sampling import probabilities, sample
-from llmpq.runtime.request import PagedRow, Request, StepKind
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import message_of_rows
+from llmpq.runtime.requests.request import PagedRow, Request, StepKind
+from llmpq.runtime.requests.sampling_params import SamplerConfig
+from llmpq.runtime.steps.step import message_of_rows
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import packed_end
 from llmpq.sizes.pool_size import PoolSize, planned_pool
-from llmpq.speculation import draft_bytes
 from reference.open_stages import OpenStages
 
 pytestmark = pytest.mark.cpu

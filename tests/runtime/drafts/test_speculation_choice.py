@@ -8,18 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
+from llmpq.costs.cost_model import CostModel, LatencyEntry, Phase, Regime
 from llmpq.errors import DoesNotFitError
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import MemoryForm
-from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
-from llmpq.runtime.launch.plans.complete_plan import complete_plan, decide_drafts
-from llmpq.runtime.options import EngineOptions, as_flags
-from llmpq.runtime.request import Request
-from llmpq.sizes.stage_shape import StageShape
-from llmpq.sizes.workspace import workspace_bytes
-from llmpq.speculation import (
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import MemoryForm
+from llmpq.plans.speculation import (
     MAX_GAMMA,
     PRIOR_ACCEPTANCE,
     MeasuredTimes,
@@ -30,6 +23,13 @@ from llmpq.speculation import (
     predicted_speedup,
     usable_modes,
 )
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
+from llmpq.runtime.launch.plans.complete_plan import complete_plan, decide_drafts
+from llmpq.runtime.options.engine_options import EngineOptions, as_flags
+from llmpq.runtime.requests.request import Request
+from llmpq.sizes.stage_shape import StageShape
+from llmpq.sizes.workspace import workspace_bytes
 
 pytestmark = pytest.mark.pure
 

@@ -13,12 +13,12 @@ import torch
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.kernels.formats.codebooks import Codebook
 from llmpq.kernels.weights.codebook_weight import codebook_weight
+from llmpq.plans.speculation import usable_modes
 from llmpq.precision import Precision
 from llmpq.runtime.drafts.draft_model import build_draft
 from llmpq.runtime.launch.plans.complete_plan import decide_drafts
 from llmpq.runtime.models.linear import Linear
-from llmpq.runtime.options import EngineOptions
-from llmpq.speculation import usable_modes
+from llmpq.runtime.options.engine_options import EngineOptions
 from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.stages.stage_wire import read_request, write_request
 from llmpq.runtime.links.message import pack_header, unpack_header
-from llmpq.runtime.request import Request, RowSampling, StepKind, StepMessage
-from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.requests.request import Request, RowSampling, StepKind, StepMessage
+from llmpq.runtime.requests.sampling_params import SamplerConfig
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
 from reference.open_stages import OpenStages

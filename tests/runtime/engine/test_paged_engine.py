@@ -11,7 +11,7 @@ import torch
 import llmpq
 from llmpq.errors import DoesNotFitError
 from llmpq.families.common.spec_values import RopeScaling
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.drafts.drafters import FixedDrafter
@@ -20,10 +20,10 @@ from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.stage_wire import read_request, write_request
 from llmpq.runtime.links.message import pack_paging, unpack_paging
-from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.request import Finished, PagedRow, Request, StepKind, StepMessage
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import Step
+from llmpq.runtime.options.engine_options import EngineOptions
+from llmpq.runtime.requests.request import Finished, PagedRow, Request, StepKind, StepMessage
+from llmpq.runtime.requests.sampling_params import SamplerConfig
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import TAIL_TOKENS, kv_pool_bytes
 from llmpq.sizes.pool_size import PoolSize

@@ -17,7 +17,7 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.engine import scheduler as scheduler_module
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Phases, Scheduler
-from llmpq.runtime.request import (
+from llmpq.runtime.requests.request import (
     NOT_FINITE_TOKEN,
     PENDING_TOKEN,
     MicroBatch,

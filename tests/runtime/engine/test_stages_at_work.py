@@ -8,7 +8,7 @@ import pytest
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits, max_ahead, max_in_flight
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.request import PENDING_TOKEN, Request, StepKind
+from llmpq.runtime.requests.request import PENDING_TOKEN, Request, StepKind
 
 pytestmark = pytest.mark.cpu
 

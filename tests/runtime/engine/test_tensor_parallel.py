@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import llmpq
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, QuantizationForm
+from llmpq.models.model_spec import ModelSpec
+from llmpq.models.tensor_parallel import Member
+from llmpq.plans.plan import Plan, QuantizationForm
 from llmpq.runtime.launch.plans.manual_plan import manual_plan, with_pool_room
-from llmpq.runtime.trace import LoadReport
-from llmpq.tensor_parallel import Member
+from llmpq.runtime.steps.trace import LoadReport
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu

@@ -14,15 +14,15 @@ import torch
 import llmpq
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.kernels.kv.reference import EVERYTHING
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.request import Request
-from llmpq.runtime.step import Step
+from llmpq.runtime.options.engine_options import EngineOptions
+from llmpq.runtime.requests.request import Request
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize, wanted_pool
 from llmpq.workload import CHUNK_TOKENS, Workload

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmpq.plan import NodePlan
+from llmpq.plans.plan import NodePlan
 
 pytestmark = pytest.mark.timeout(1200)
 lost = pytest.mark.hosts_long

@@ -148,9 +148,9 @@ def expected(make_plan, demo_model, tmp_path_factory) -> list:
 
 def write(folder: Path, nodes: dict[str, str], make_plan, demo_model, *, keep: bool) -> None:
     """Write cluster.yaml with these nodes, and a plan over them that keeps them or does not."""
-    from llmpq.cluster import Cluster
-    from llmpq.plan import ClusterRef
-    from llmpq.plan_nodes import node_plans
+    from llmpq.devices.cluster import Cluster
+    from llmpq.plans.plan import ClusterRef
+    from llmpq.plans.plan_nodes import node_plans
 
     text = "".join(f"  - {{name: {n}, {said}{CPU}}}\n" for n, said in nodes.items())
     (folder / "cluster.yaml").write_text(f"schema: 1\nname: two\nnodes:\n{text}")

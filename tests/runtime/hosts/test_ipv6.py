@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from llmpq.plan import NodePlan
+from llmpq.plans.plan import NodePlan
 
 pytestmark = [pytest.mark.hosts_long, pytest.mark.timeout(600)]
 

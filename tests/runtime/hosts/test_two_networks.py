@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.plan import NodePlan
+from llmpq.plans.plan import NodePlan
 
 pytestmark = [pytest.mark.hosts_long, pytest.mark.timeout(900)]
 

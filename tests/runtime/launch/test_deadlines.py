@@ -12,12 +12,12 @@ import torch.distributed as dist
 from llmpq.errors import DeadlineError
 from llmpq.runtime.launch import thread_launcher
 from llmpq.runtime.launch.pipeline_client import PipelineClient
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
 from llmpq.runtime.links.transport import join_gloo
-from llmpq.runtime.options import Deadlines, EngineOptions
-from llmpq.runtime.request import EngineOutputs, Progress, Request
-from llmpq.runtime.trace import LoadReport
+from llmpq.runtime.options.engine_options import Deadlines, EngineOptions
+from llmpq.runtime.options.stage_settings import StageSettings
+from llmpq.runtime.requests.request import EngineOutputs, Progress, Request
+from llmpq.runtime.steps.trace import LoadReport
 
 pytestmark = pytest.mark.cluster
 ONE_SECOND = EngineOptions(backend="threads", deadlines=Deadlines(step_s=1))

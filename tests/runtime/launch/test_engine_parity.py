@@ -12,17 +12,17 @@ import torch
 
 from llmpq.profiler.cli import run_hosts
 from llmpq.profiler.timing.host_actor import HostWorker
-from llmpq.runtime.launch.nodes import probes
-from llmpq.runtime.launch.nodes.node_survey import NodeSurvey
-from llmpq.runtime.launch.nodes.stage_probe import StageProbe
+from llmpq.runtime.launch import probes
 from llmpq.runtime.launch.on_ray import ray_launcher
 from llmpq.runtime.launch.on_ray.actor_class import actor_class
 from llmpq.runtime.launch.pipeline_client import PipelineClient
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.node_survey import NodeSurvey
+from llmpq.runtime.launch.stages.stage_probe import StageProbe
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
-from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.request import Request
-from llmpq.runtime.trace import chrome_trace
+from llmpq.runtime.options.engine_options import EngineOptions
+from llmpq.runtime.options.stage_settings import StageSettings
+from llmpq.runtime.requests.request import Request
+from llmpq.runtime.steps.trace import chrome_trace
 
 pytestmark = pytest.mark.cluster
 MAX_NEW = 16
@@ -194,7 +194,8 @@ import llmpq.runtime.launch.stages.stage_process, llmpq.runtime.launch.thread_la
 NO_TORCH = """
 import sys
 sys.modules["torch"] = None
-import llmpq.runtime.launch.on_ray.ray_launcher, llmpq.runtime.llm, llmpq.runtime.tools.check
+import llmpq.runtime.launch.on_ray.ray_launcher, llmpq.runtime.entrypoints.llm
+import llmpq.runtime.tools.check
 import llmpq.profiler.cli.run_hosts, llmpq.runtime.serve.app
 """
 

@@ -18,7 +18,7 @@ import pytest
 from llmpq import LLM, SamplingParams
 from llmpq.errors import StageLostError
 from llmpq.runtime.launch.on_ray.ray_watch import Raylet
-from llmpq.runtime.options import Deadlines
+from llmpq.runtime.options.engine_options import Deadlines
 
 PROMPTS = [f"def function_{number}(self, x):\n    return" for number in range(3)]
 PARAMS = [

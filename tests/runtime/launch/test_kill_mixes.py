@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from llmpq import LLM, SamplingParams
-from llmpq.runtime.sampling_params import StructuredOutputsParams
+from llmpq.runtime.requests.sampling_params import StructuredOutputsParams
 from reference.mtp_models import make_mtp_model
 
 pytestmark = pytest.mark.cluster

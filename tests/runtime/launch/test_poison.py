@@ -8,7 +8,7 @@ import pytest
 
 from llmpq.runtime.launch.poison import MOST_POISON, STRIKES, PoisonHunt
 from llmpq.runtime.launch.request_record import RequestRecord
-from llmpq.runtime.request import Request
+from llmpq.runtime.requests.request import Request
 
 pytestmark = pytest.mark.pure
 MOST_LOSSES = 40

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from llmpq.devices.device_spec import canonical_kind
-from llmpq.plan import MemberPlan
+from llmpq.plans.plan import MemberPlan
 from llmpq.runtime.launch.pipeline_client import PipelineClient
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
-from llmpq.runtime.options import Deadlines, EngineOptions
-from llmpq.runtime.request import Request
+from llmpq.runtime.options.engine_options import Deadlines, EngineOptions
+from llmpq.runtime.options.stage_settings import StageSettings
+from llmpq.runtime.requests.request import Request
 from reference.pipeline import ReferencePipeline
 
 pytestmark = [

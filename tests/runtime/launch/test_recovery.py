@@ -13,10 +13,10 @@ import pytest
 from llmpq import LLM, SamplingParams
 from llmpq.errors import StageLostError
 from llmpq.runtime.launch.pipeline_client import PipelineClient
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
-from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.request import Request
-from llmpq.runtime.sampling_params import StructuredOutputsParams
+from llmpq.runtime.options.engine_options import EngineOptions
+from llmpq.runtime.options.stage_settings import StageSettings
+from llmpq.runtime.requests.request import Request
+from llmpq.runtime.requests.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.cluster
 STAGES = (2, 5)

@@ -11,18 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Plan
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.stage_runner import StageRunner
-from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
 from llmpq.runtime.links.transport import MessageSizes, join_gloo
-from llmpq.runtime.request import Mailbox, Request, StepKind
-from llmpq.runtime.trace import Recorder
+from llmpq.runtime.requests.request import Mailbox, Request, StepKind
+from llmpq.runtime.steps.device_copies import HostCopy
+from llmpq.runtime.steps.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
 from reference.pipeline import ReferencePipeline

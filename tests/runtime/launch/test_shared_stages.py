@@ -13,9 +13,9 @@ import pytest
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.runtime.__main__ import main as dist
 from llmpq.runtime.launch.pipeline_client import PipelineClient
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
-from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.request import Request
+from llmpq.runtime.options.engine_options import EngineOptions
+from llmpq.runtime.options.stage_settings import StageSettings
+from llmpq.runtime.requests.request import Request
 
 pytestmark = pytest.mark.cpu
 NAMED_WITHIN_S = 10.0

@@ -12,7 +12,7 @@ from llmpq.runtime.launch.start_times import (
     StartTimes,
     num_held,
 )
-from llmpq.runtime.trace import LoadReport
+from llmpq.runtime.steps.trace import LoadReport
 
 pytestmark = pytest.mark.pure
 

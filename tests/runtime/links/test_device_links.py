@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.links import peer_links
 from llmpq.runtime.links.device_links import KINDS, DeviceTransport, connect_devices
 from llmpq.runtime.links.peer_links import BufferSizes
 from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, MessageSizes, join_gloo
-from llmpq.runtime.options import choices
-from llmpq.runtime.request import STOP, PagedRow, StepKind, StepMessage
-from llmpq.runtime.step import message_of_rows
+from llmpq.runtime.options.engine_options import choices
+from llmpq.runtime.requests.request import STOP, PagedRow, StepKind, StepMessage
+from llmpq.runtime.steps.device_copies import arrived
+from llmpq.runtime.steps.step import message_of_rows
 
 pytestmark = pytest.mark.cluster
 STAGES, HIDDEN = 3, 24

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from llmpq.runtime.links.message import pack_header, pack_paging
 from llmpq.runtime.links.transport import GlooTransport, MessageSizes, join_gloo, more_connections
-from llmpq.runtime.request import STOP, StepKind, StepMessage
-from llmpq.runtime.step import message_of_rows
+from llmpq.runtime.requests.request import STOP, StepKind, StepMessage
+from llmpq.runtime.steps.step import message_of_rows
 
 pytestmark = pytest.mark.cpu
 

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.links.device_links import connect_devices
 from llmpq.runtime.links.peer_links import BufferSizes, PeerLinks
 from llmpq.runtime.links.transport import join_gloo
+from llmpq.runtime.steps.device_copies import arrived
 
 pytestmark = [
     pytest.mark.gpu,

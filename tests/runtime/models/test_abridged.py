@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llmpq.kernels.kv.reference import ScoreRule
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import QuantizationForm
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import QuantizationForm
 from llmpq.precision import Precision
 from llmpq.runtime.models.layers import Sharing
 from llmpq.runtime.models.stage_model import StageModel

@@ -12,7 +12,7 @@ import pytest
 
 from llmpq.families import BY_MODEL_TYPE, WRAPPERS
 from llmpq.families.common.class_defaults import SAME_CLASS, TABLE, config_class
-from llmpq.model_spec import ModelSpec, builtin_configs
+from llmpq.models.model_spec import ModelSpec, builtin_configs
 
 pytestmark = pytest.mark.cpu
 SCRIPT = Path(__file__).parents[3] / "docs" / "make_class_defaults.py"

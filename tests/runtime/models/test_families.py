@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.models.layers import Attention
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import MLP, GatedMLP
 from llmpq.runtime.models.part_shapes import embedding_shapes, head_shapes, layer_shapes
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]

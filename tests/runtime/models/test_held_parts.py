@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.memory import Quantization
 
 pytestmark = pytest.mark.cpu
 W8, W4 = Precision.W8A16, Precision.W4A16

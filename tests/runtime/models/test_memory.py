@@ -17,18 +17,18 @@ from llmpq.kernels.cpu import dense
 from llmpq.kernels.kv import reference
 from llmpq.kernels.kv.low_bit import native_attend
 from llmpq.kernels.native import library
-from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes, stage_memory
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cache.cpu_paged_kv import CpuPagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
-from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import RaggedStep
+from llmpq.runtime.requests.request import PagedRow
+from llmpq.runtime.steps.step import RaggedStep
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import kv_pool_bytes, pool_blocks
+from llmpq.sizes.memory import Quantization, embedding_bytes, layer_weight_bytes, stage_memory
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.stage_shape import StageShape
 from llmpq.sizes.workspace import DEQUANTIZE_WEIGHTS, KV_PIECE_ELEMENTS, workspace_bytes
@@ -145,7 +145,7 @@ def test_parameters_are_those_of_transformers(name):
     """On the meta device, so nothing is allocated; GQA, gated MLPs and tied matrices included."""
     import transformers
 
-    from llmpq.model_spec import builtin_configs
+    from llmpq.models.model_spec import builtin_configs
 
     config = transformers.AutoConfig.for_model(**builtin_configs()[name])
     with torch.device("meta"):

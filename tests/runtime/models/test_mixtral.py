@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from llmpq.checkpoints.model_config import spec_fields
-from llmpq.cost_model import Phase
+from llmpq.costs.cost_model import Phase
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.weights.atom_weight import AtomWeight
-from llmpq.memory import Quantization, layer_weight_bytes
-from llmpq.model_spec import ModelSpec, builtin_configs
-from llmpq.plan import Plan
+from llmpq.models.model_spec import ModelSpec, builtin_configs
 from llmpq.planner.__main__ import main as plan_main
+from llmpq.plans.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.quality.observation import observe
 from llmpq.profiler.quality.omega import HessianObserver, VarianceObserver
@@ -36,6 +35,7 @@ from llmpq.runtime.models.mlps import GatedMLP
 from llmpq.runtime.weights.convert import convert
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.memory import Quantization, layer_weight_bytes
 from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu

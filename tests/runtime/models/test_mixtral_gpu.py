@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.models.experts import SparseMLP
 from llmpq.runtime.models.part_shapes import Shapes
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.sources import RandomSource
 from reference.pipeline import ReferencePipeline
 

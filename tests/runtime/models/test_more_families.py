@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.cli.quantize import unread_by_transformers
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
@@ -27,12 +26,13 @@ from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.pipeline_client import PipelineClient
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.models.part_shapes import embedding_shapes, head_shapes, layer_shapes
-from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.request import Request
-from llmpq.runtime.step import Step
+from llmpq.runtime.options.engine_options import EngineOptions
+from llmpq.runtime.options.stage_settings import StageSettings
+from llmpq.runtime.requests.request import Request
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
+from llmpq.sizes.memory import Quantization
 from llmpq.sizes.pool_size import PoolSize
 from reference.contiguous_kv import make_kv_cache
 from reference.family_runs import served, stages_of

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmpq.families import BY_MODEL_TYPE, llama
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu

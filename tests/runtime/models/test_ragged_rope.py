@@ -7,8 +7,8 @@ import torch
 
 from llmpq.families.common.spec_values import RopeScaling
 from llmpq.runtime.models.rotary import Rotary
-from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.paged_step import PagedStep
+from llmpq.runtime.steps.step import Step
 
 pytestmark = pytest.mark.cpu
 TRAINED = 8

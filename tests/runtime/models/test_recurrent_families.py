@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import llmpq
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import MAX_GAMMA, MemoryForm
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import MAX_GAMMA, MemoryForm
+from llmpq.plans.speculation import SpeculationMode, draft_bytes
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.drafts.drafters import FixedDrafter
@@ -24,12 +25,11 @@ from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.models.recurrence import convolve, convolve_step, scan, scan_step
-from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.request import MicroBatch, Request
+from llmpq.runtime.options.engine_options import EngineOptions
+from llmpq.runtime.requests.request import MicroBatch, Request
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import LEAST_SNAPSHOTS, PoolSize, planned_kv_bytes, planned_pool
 from llmpq.sizes.state_size import NOTED_TOKENS, state_bytes
-from llmpq.speculation import SpeculationMode, draft_bytes
 from llmpq.workload import Workload
 from reference.open_stages import OpenStages
 

@@ -11,7 +11,7 @@ from llmpq.runtime.cache.recurrent_states import RecurrentStates
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer
-from llmpq.runtime.step import RaggedStep
+from llmpq.runtime.steps.step import RaggedStep
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs a C++ compiler and AVX2")
 HIDDEN, SLOTS = 24, 5

@@ -11,10 +11,10 @@ import torch
 
 from llmpq.runtime.models.ruled_sampling import ConstrainedSampler, scores
 from llmpq.runtime.models.sampling import probabilities, sample
-from llmpq.runtime.request import RowSampling, StepKind
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import message_of_rows
-from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput, Thought
+from llmpq.runtime.requests.request import RowSampling, StepKind
+from llmpq.runtime.requests.sampling_params import SamplerConfig
+from llmpq.runtime.requests.token_rules import LogitsConstraints, LogprobOutput, Thought
+from llmpq.runtime.steps.step import message_of_rows
 
 pytestmark = pytest.mark.cpu
 VOCAB = 40
@@ -218,7 +218,7 @@ def test_prompts_are_scored_once_whatever_their_chunks(chunks):
 def test_rules_and_scores_travel_as_json():
     import json
 
-    from llmpq.runtime.token_rules import Guide, TokenScore
+    from llmpq.runtime.requests.token_rules import Guide, TokenScore
 
     rules = LogitsConstraints(
         logit_bias={3: 1.5}, bad_tokens=((1, 2), (3,)), guide=Guide(kind="regex", text="a+"),

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmpq.model_spec import ModelSpec
-from llmpq.runtime.step import Step
+from llmpq.models.model_spec import ModelSpec
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.sources import CheckpointSource
 from reference.pipeline import ReferencePipeline, pad
 

@@ -14,8 +14,8 @@ from llmpq.errors import StageLostError
 from llmpq.runtime.report import progress as shown
 from llmpq.runtime.report.live_numbers import LiveCounts, TokensLeft
 from llmpq.runtime.report.progress import ProgressReporter
-from llmpq.runtime.request import Progress
-from llmpq.runtime.request_output import CompletionOutput, RequestOutput
+from llmpq.runtime.requests.request import Progress
+from llmpq.runtime.requests.request_output import CompletionOutput, RequestOutput
 
 pytestmark = pytest.mark.cpu
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.plan import Plan
 from llmpq.planner.make import make_plan
+from llmpq.plans.plan import Plan
 from llmpq.runtime.report.job_report import JobResult, predicted_of_run
-from llmpq.runtime.request_output import CompletionOutput, RequestOutput
+from llmpq.runtime.requests.request_output import CompletionOutput, RequestOutput
 
 pytestmark = pytest.mark.cpu
 

@@ -7,8 +7,8 @@ import pytest
 from llmpq.runtime.report import live_numbers as module
 from llmpq.runtime.report.job_report import MOST_BARS, timeline_data
 from llmpq.runtime.report.live_numbers import MOST_SAMPLES, JobSamples
-from llmpq.runtime.request import Progress
-from llmpq.runtime.trace import StageRecord, TraceEvent
+from llmpq.runtime.requests.request import Progress
+from llmpq.runtime.steps.trace import StageRecord, TraceEvent
 
 pytestmark = pytest.mark.cpu
 

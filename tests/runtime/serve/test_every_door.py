@@ -14,8 +14,8 @@ import pytest
 from llmpq import LLM, SamplingParams
 from llmpq.runtime.cli.main import COMMANDS, main
 from llmpq.runtime.cli.serve import open_engine
-from llmpq.runtime.request_output import RequestOutput
-from llmpq.runtime.sampling_params import StructuredOutputsParams
+from llmpq.runtime.requests.request_output import RequestOutput
+from llmpq.runtime.requests.sampling_params import StructuredOutputsParams
 from llmpq.runtime.tools.evaluate import MeasuredJob, measured_plan, open_model
 
 pytestmark = pytest.mark.cpu
@@ -69,7 +69,7 @@ def test_every_door_runs_the_same_engine(demo_model, make_plan, tmp_path, capsys
 
 
 def plan_spec(model: Any) -> Any:
-    from llmpq.model_spec import ModelSpec
+    from llmpq.models.model_spec import ModelSpec
 
     return ModelSpec.from_directory(model)
 

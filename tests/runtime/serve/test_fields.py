@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jsonschema
 import pytest
 
-from llmpq.runtime.guides import GrammarCompiler
+from llmpq.runtime.requests.guides import GrammarCompiler
 from llmpq.runtime.serve.messages import MessagesBody
 
 pytestmark = pytest.mark.cpu

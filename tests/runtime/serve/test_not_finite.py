@@ -17,8 +17,8 @@ from llmpq import LLM, SamplingParams, StructuredOutputsParams
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.drafts.acceptance import accept
 from llmpq.runtime.models.sampling import finite_choices
-from llmpq.runtime.request import NOT_FINITE_TOKEN
-from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.requests.request import NOT_FINITE_TOKEN
+from llmpq.runtime.requests.sampling_params import SamplerConfig
 
 pytestmark = pytest.mark.cpu
 BAD, BAD_TEXT = 94, "~"

@@ -16,7 +16,7 @@ STEP_S = {"prefill": 0.25, "decode": 0.125}
 
 
 def test_a_trace_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    from llmpq.runtime.trace import write_chrome_trace
+    from llmpq.runtime.steps.trace import write_chrome_trace
 
     file = tmp_path / "trace.json"
     write_chrome_trace(file, [], [])

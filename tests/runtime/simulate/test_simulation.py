@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.plan import Plan
 from llmpq.planner.make import make_plan
+from llmpq.plans.plan import Plan
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.request import MicroBatch
+from llmpq.runtime.requests.request import MicroBatch
 from llmpq.runtime.simulate import rounds
 from llmpq.runtime.simulate.simulation import EngineModel, simulate, simulate_plan
 from llmpq.runtime.simulate.step_times import StepRows, stage_times
@@ -202,7 +202,7 @@ def test_quantiles_are_straight_between_values() -> None:
 def test_it_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['ray'] = None\n"
-        "import llmpq.planner.simulated"
+        "import llmpq.planner.evaluate.engine_simulation"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.cost_model import LatencyEntry, Phase, Regime
+from llmpq.costs.cost_model import LatencyEntry, Phase, Regime
 from llmpq.precision import Precision
 from llmpq.runtime.simulate.step_times import StepRows, chunks_s, decode_s
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from llmpq.runtime.request import Request
+from llmpq.runtime.requests.request import Request
 from llmpq.runtime.text.answer_text import StopTexts, TextStream
 from llmpq.runtime.text.tokenizer import Tokenizer
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from llmpq.errors import DeadlineError
-from llmpq.runtime.request_output import CompletionOutput, RequestOutput
-from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.requests.request_output import CompletionOutput, RequestOutput
+from llmpq.runtime.requests.sampling_params import SamplerConfig
 from llmpq.runtime.text.batch_io import (
     OrderedWriter,
     beside,

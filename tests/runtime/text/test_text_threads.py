@@ -9,7 +9,7 @@ import time
 import pytest
 
 from llmpq import SamplingParams
-from llmpq.runtime.sampling_params import StructuredOutputsParams
+from llmpq.runtime.requests.sampling_params import StructuredOutputsParams
 from llmpq.runtime.text.request_factory import RequestFactory
 from llmpq.runtime.text.text_threads import (
     LONG_LENGTH,

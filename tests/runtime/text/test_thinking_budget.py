@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.requests.sampling_params import SamplingParams
+from llmpq.runtime.requests.token_rules import LogitsConstraints, Thought
 from llmpq.runtime.text.request_factory import RequestFactory, _marks_of, logits_constraints
-from llmpq.runtime.token_rules import LogitsConstraints, Thought
 
 pytestmark = pytest.mark.pure
 TOKENS = {"<think>": [7], "</think>": [8], "[THINK]": [7], "[/THINK]": [8, 9]}
@@ -84,7 +84,7 @@ def test_a_budget_knows_whether_the_prompt_has_opened_a_thought(prompt, is_open)
     ],
 )
 def test_what_cannot_be_closed_is_refused(more, said):
-    from llmpq.runtime.sampling_params import StructuredOutputsParams
+    from llmpq.runtime.requests.sampling_params import StructuredOutputsParams
 
     if guided := more.get("structured_outputs"):
         more = {"structured_outputs": StructuredOutputsParams(**guided)}
@@ -99,7 +99,7 @@ def test_what_cannot_be_closed_is_refused(more, said):
     [((1, 7), "<think>", True), ((7, 8), "<think>", False), ((1,), "x", False)],
 )
 def test_a_guide_waits_for_a_thought_that_the_prompt_has_opened(prompt, template, waits):
-    from llmpq.runtime.sampling_params import StructuredOutputsParams
+    from llmpq.runtime.requests.sampling_params import StructuredOutputsParams
 
     guide = StructuredOutputsParams(regex="a", after_thought=True)
     both = budget(prompt, structured_outputs=guide) if waits else None

@@ -10,7 +10,7 @@ import torch
 
 from llmpq.devices import this_machine
 from llmpq.runtime.cli.main import main
-from llmpq.runtime.launch.nodes.node_survey import try_products
+from llmpq.runtime.launch.stages.node_survey import try_products
 from llmpq.runtime.tools import doctor
 from llmpq.runtime.tools.diagnosis import (
     device_lines,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmpq.runtime.cli.main import main
-from llmpq.runtime.launch.nodes.node_survey import try_products
+from llmpq.runtime.launch.stages.node_survey import try_products
 
 pytestmark = [
     pytest.mark.gpu,

@@ -39,11 +39,11 @@ def planned_and_loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[i
 
     Every layer is at the precision that the planner allows with the fewest bits.
     """
-    from llmpq.memory import stage_memory
     from llmpq.planner.cli.arguments import plan_request
     from llmpq.planner.problem import make_problem
     from llmpq.runtime.models.stage_model import DTYPES, StageModel
     from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+    from llmpq.sizes.memory import stage_memory
     from llmpq.sizes.stage_shape import StageShape
 
     monkeypatch.setattr(make_problem, "rates_for", lambda *_, **__: [])  # bytes, not times

@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.kernels.formats.codebooks import Codebook
 from llmpq.kernels.weights.codebook_weight import CodebookWeight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.problem.stored_precisions import kept_grid, stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.quantize.layer_walk import random_windows
 from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.codebook_forms import bitsandbytes_weight
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint, open_dequantized

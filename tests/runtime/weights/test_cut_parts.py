@@ -15,11 +15,11 @@ from llmpq.kernels.weights.codebook_weight import codebook_weight
 from llmpq.kernels.weights.fp8_weight import fp8_weight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.kernels.weights.weight import Weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.models.tensor_parallel import Member, PartSlice
 from llmpq.precision import WeightScheme
 from llmpq.runtime.weights.cut_parts import cut_pieces, cut_tensor
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
-from llmpq.tensor_parallel import Member, PartSlice
 
 pytestmark = pytest.mark.cpu
 N, K = 80, 320

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.devices.cluster import Cluster
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.problem.checkpoint_codes import checkpoint_codes, with_checkpoint_codes
 from llmpq.planner.problem.stored_precisions import kept_grid, stored_layers
 from llmpq.precision import Precision
+from llmpq.sizes.memory import Quantization
 from tests.profiler.quantize import test_quantized_checkpoint as quantised
 from tests.runtime.weights import test_codebook_forms as codebooks
 from tests.runtime.weights import test_fp8_kept as fp8

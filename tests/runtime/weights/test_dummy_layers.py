@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight
-from llmpq.memory import Quantization, layer_weight_bytes
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.sources import RandomSource
+from llmpq.sizes.memory import Quantization, layer_weight_bytes
 
 pytestmark = pytest.mark.cpu
 

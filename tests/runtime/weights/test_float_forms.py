@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmpq.kernels.weights.interchange import pack_stream
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu

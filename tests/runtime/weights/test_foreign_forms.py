@@ -14,10 +14,10 @@ from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.kernels.formats.codebooks import Codebook
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from reference.interchange import to_awq, to_gptq
 from reference.pipeline import ReferencePipeline, pad

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmpq.kernels.weights.fp8_weight import Fp8Weight, fp8_weight
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from reference.pipeline import ReferencePipeline, pad

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from llmpq.checkpoints.gguf_file import BLOCKS, open_gguf
 from llmpq.kernels.weights.codebook_weight import CodebookWeight
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.problem.stored_precisions import keeps_gguf_codes, stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.cli.quantize import main as quantize_main
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.gguf_checkpoint import values_of
 from llmpq.runtime.weights.gguf_codes import codes_of, kept_weight
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from llmpq.sizes.memory import Quantization
 from reference.pipeline import ReferencePipeline, pad
 
 gguf = pytest.importorskip("gguf")

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from llmpq.checkpoints.gguf_file import open_gguf
 from llmpq.kernels.weights.codebook_weight import CodebookWeight
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint, values_of
+from llmpq.sizes.memory import Quantization
 from reference.pipeline import ReferencePipeline, pad
 
 gguf = pytest.importorskip("gguf")

@@ -29,22 +29,22 @@ from llmpq.kernels.formats.codebooks import Codebook
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.kernels.weights.weight import Weight
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import QuantizationForm, StoredForm
+from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.problem.checkpoint_codes import (
     checkpoint_codes,
     rounded_shares,
     with_checkpoint_codes,
 )
 from llmpq.planner.problem.stored_precisions import stored_layers
+from llmpq.plans.plan import QuantizationForm, StoredForm
+from llmpq.plans.speculation import draft_bytes
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint, open_checkpoint
+from llmpq.sizes.memory import Quantization
 from llmpq.sizes.pool_size import planned_pool
-from llmpq.speculation import draft_bytes
 from llmpq.workload import Workload
 from reference.interchange import to_awq, to_compressed_tensors, to_gptq
 from reference.pipeline import ReferencePipeline, pad

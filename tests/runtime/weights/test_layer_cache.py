@@ -8,12 +8,12 @@ import torch
 from safetensors import SafetensorError
 
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.memory import Quantization
 
 pytestmark = pytest.mark.cpu
 BITS = [Precision.W4A16, Precision.W8A16, Precision.W16A16, Precision.W3A16]

@@ -14,7 +14,7 @@ import pytest
 
 from llmpq import LLM, SamplingParams
 from llmpq.errors import DoesNotFitError
-from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.runtime.weights.ram_folder import SHARED_MEMORY, ram_folder
 
 OWNER = """

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmpq.checkpoints.tensor_names import INDEX, SINGLE
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.remote_slice import SliceReader, remote_slice
 

@@ -14,17 +14,17 @@ from safetensors.torch import load_file, save_file
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.models.tensor_parallel import Member
 from llmpq.planner.__main__ import main as planner
 from llmpq.planner.problem.stored_precisions import small_groups, stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.weights.cut_parts import cut_tensor
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from llmpq.sizes.memory import Quantization
 from llmpq.sizes.pool_size import PoolSize
-from llmpq.tensor_parallel import Member
 from reference.interchange import to_awq, to_compressed_tensors, to_gptq
 from reference.pipeline import ReferencePipeline, pad
 
@@ -150,7 +150,7 @@ def test_devices_that_share_a_stage_read_their_codes(
 def test_a_plan_for_a_cpu_has_the_groups_and_its_bytes(
     llama: Path, tmp_path: Path, form: str, capsys: Any
 ) -> None:
-    from llmpq.plan import Plan
+    from llmpq.plans.plan import Plan
 
     target = write(llama, tmp_path / "q", form, 32, symmetric=False)
     words = f"--model {target} --devices cpu --batch 2 --prompt-len 16 --gen-len 8 --dtype float32"

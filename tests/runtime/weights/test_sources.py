@@ -11,18 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmpq.checkpoints.stored_head import has_further_layers, has_mtp_head
 from llmpq.checkpoints.tensor_names import index_of, tensor_names
-from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
+from llmpq.models.stored_head import has_further_layers, has_mtp_head
 from llmpq.planner.cli.report import mtp_notes
 from llmpq.planner.make import make_plan
 from llmpq.precision import Precision
 from llmpq.runtime.launch.nodes.node_report import report as node_report
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.step import Step
+from llmpq.runtime.steps.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
+from llmpq.sizes.memory import Quantization
 from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu

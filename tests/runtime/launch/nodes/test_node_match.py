@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.plan import NodePlan, StagePlan
+from llmpq.plans.plan import NodePlan, StagePlan
 from llmpq.precision import Precision
 from llmpq.runtime.launch.nodes.node_match import (
     RayNode,

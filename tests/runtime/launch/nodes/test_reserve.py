@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from llmpq.errors import StageLostError
-from llmpq.plan import NodePlan
+from llmpq.plans.plan import NodePlan
 from llmpq.runtime.launch.nodes.node_match import RayNode
 from llmpq.runtime.launch.on_ray import placement
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmpq.cluster import Cluster
-from llmpq.plan import ClusterRef
-from llmpq.topology import EngineShare, Topology
+from llmpq.devices.cluster import Cluster
+from llmpq.plans.plan import ClusterRef
+from llmpq.plans.topology import EngineShare, Topology
 
 pytestmark = pytest.mark.cluster
 CLUSTER = """

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from llmpq.capabilities import execution_modes, require
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import MemoryForm, PoolForm
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.capabilities import execution_modes, require
+from llmpq.plans.plan import MemoryForm, PoolForm
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.plans.complete_plan import complete_plan
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan, request_limits
-from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.sizes.kv_format import packed_blocks
 from llmpq.sizes.pool_size import draft_pool
 from llmpq.workload import Workload

@@ -2,12 +2,12 @@
 
 import pytest
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import QuantizationForm
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import QuantizationForm
 from llmpq.precision import Precision
 from llmpq.runtime.launch.plans.complete_plan import complete_plan
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
-from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.runtime.text.made_with import made_by
 from llmpq.workload import Workload
 

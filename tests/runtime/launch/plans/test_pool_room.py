@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.errors import DoesNotFitError
-from llmpq.model_spec import ModelSpec
+from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.plans.manual_plan import device_plan, with_pool_room
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.options.engine_options import EngineOptions
 
 pytestmark = pytest.mark.cpu
 GIB = 1 << 30

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from llmpq.model_spec import ModelSpec
-from llmpq.plan import Predicted
+from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.plan import Predicted
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.launch.plans.pool_plan import LEAST_TOKENS, MIXED_TOKENS, PoolPlan
-from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.workload import CHUNK_TOKENS, Workload
 
 pytestmark = pytest.mark.cpu

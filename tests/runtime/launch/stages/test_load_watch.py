@@ -18,9 +18,9 @@ from llmpq.kernels.native.file_lock import file_lock
 from llmpq.runtime.launch import thread_launcher
 from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.stages.load_watch import LoadSigns, LoadWatch
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
-from llmpq.runtime.options import Deadlines, EngineOptions
+from llmpq.runtime.options.engine_options import Deadlines, EngineOptions
+from llmpq.runtime.options.stage_settings import StageSettings
 
 pytestmark = pytest.mark.cpu
 

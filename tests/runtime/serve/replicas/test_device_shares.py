@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.cluster import Cluster
+from llmpq.devices.cluster import Cluster
 from llmpq.runtime.serve.replicas import device_shares
 from llmpq.runtime.serve.replicas.device_shares import gpus_of_copies, shares_of
 

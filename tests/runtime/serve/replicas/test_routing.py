@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from llmpq.plans.topology import EngineShare, Topology
 from llmpq.runtime.cli.replica_launches import launches_of
 from llmpq.runtime.cli.serve import main
 from llmpq.runtime.cli.serve_flags import ServeOptions, serve_parser
@@ -19,7 +20,6 @@ from llmpq.runtime.serve.replicas.routing import (
     RequestWork,
 )
 from llmpq.runtime.serve.settings import ServeSettings
-from llmpq.topology import EngineShare, Topology
 
 pytestmark = pytest.mark.quick
 

@@ -1,0 +1,1 @@
+"""Plans anew while a model runs: a device lost, given, taken or slow."""

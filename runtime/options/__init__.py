@@ -1,0 +1,1 @@
+"""What an engine is run with, as users and stages have it."""

@@ -1,0 +1,1 @@
+"""A request on its way: its sampling parameters, rules of its tokens, and what comes back."""
