@@ -6,34 +6,28 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.kv.paged import chosen_latents, paged_latents
+from llmpq.kernels.kv.paged import chosen_latents
 from llmpq.kernels.kv.paged.chosen_latents import attend_chosen_latents, token_rows
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan
 from llmpq.kernels.kv.reference import IndexQueries
 from llmpq.sizes.kv_format import BLOCK_TOKENS
+from reference.latent_steps import (
+    COLUMNS,
+    CPU,
+    MIXES,
+    PADDING,
+    SLOTS,
+    TOLERANCE,
+    error,
+    latent_step,
+)
 from reference.paged_twins import chosen_latents_reference, spread_reference
 
 pytestmark = [
     pytest.mark.interpret,
+    pytest.mark.usefixtures("new_memory_is_nan"),
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
-SLOTS, COLUMNS, PADDING = 6, 3, 2
-TOLERANCE = {torch.float16: 2e-3, torch.float32: 2e-6}
-CPU = torch.device("cpu")
-# (slot, start, count)
-MIXES = {
-    "decode": [(2, 0, 1), (0, 127, 1), (5, 128, 1), (1, 300, 1)],
-    "chunks": [(4, 0, 20), (1, 126, 5), (0, 200, 2)],
-    "mixed": [(0, 300, 1), (4, 3, 9), (3, 0, 1), (1, 250, 5), (2, 0, 2)],
-}
-
-
-@pytest.fixture(autouse=True)
-def _new_memory_is_no_number():
-    """What was not written is NaN, not whatever was there."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def run(
@@ -45,28 +39,20 @@ def run(
     index_heads, channels = index
     plan = LatentPlan.of(heads, dim, value_dim, dtype, CPU, index_dim=channels)
     plan = replace(plan, sms=sms)
-    used = sum(count for _, _, count in mix)
-    places = used + PADDING
-    table = plan.table(*zip(*mix, strict=True), num_rows=len(mix) + 2, num_places=places)
-    rows_FR = torch.tensor(table, dtype=torch.int32)
-    table_SM = torch.randperm(SLOTS * COLUMNS).view(SLOTS, COLUMNS).int()
-    pool = torch.randn(SLOTS * COLUMNS, 1, BLOCK_TOKENS, dim + channels).to(dtype)
+    step = latent_step(mix, plan, dim + channels, dtype)
+    places, pool, table_SM = step.places, step.pool_P1BE, step.table_SM
     q = torch.randn(places, heads, dim).to(dtype)
     queries = torch.randn(places, index_heads, channels).to(dtype)
     asked = IndexQueries(queries, torch.randn(places, index_heads).to(dtype), topk)
-    where = spread_reference(rows_FR, table_SM, places, padding_slot=SLOTS)
-    used_table = table_SM.roll(1, 0) if wrong_table else table_SM
+    where = spread_reference(step.rows_FR, table_SM, places, padding_slot=SLOTS)
     given = replace(asked, weights_TX=-asked.weights_TX) if wrong_weights else asked
     rows_4T, longest = token_rows(where), COLUMNS * BLOCK_TOKENS - 10
+    told = step.asked_of(wrong_table=wrong_table)
     got = attend_chosen_latents(
-        q, given, pool, rows_4T, used_table, plan, scale=dim**-0.5, longest=longest
+        q, given, pool, rows_4T, told, plan, scale=dim**-0.5, longest=longest
     )
-    want = chosen_latents_reference(q, asked, pool, rows_FR, table_SM, scale=dim**-0.5)
-    return got, want[..., :value_dim], used
-
-
-def error(got, want):
-    return float((got.double() - want.double()).norm() / want.double().norm())
+    want = chosen_latents_reference(q, asked, pool, step.rows_FR, table_SM, scale=dim**-0.5)
+    return got, want[..., :value_dim], step.used
 
 
 @pytest.mark.thin
@@ -105,11 +91,9 @@ def test_tokens_in_pieces(monkeypatch):
     assert torch.allclose(got, whole, atol=1e-6) and not got[used:].any()
 
 
-def test_tiles_of_cards_before_ampere(monkeypatch):
-    monkeypatch.setattr(paged_latents, "older_than", lambda *_: True)
-    LatentPlan.of.__func__.cache_clear()
+@pytest.mark.usefixtures("before_ampere")
+def test_tiles_of_cards_before_ampere():
     got, want, used = run(MIXES["mixed"], heads=12, dim=72, value_dim=64)
-    LatentPlan.of.__func__.cache_clear()
     assert error(got[:used], want[:used]) < TOLERANCE[torch.float32]
 
 

@@ -11,6 +11,7 @@ from llmpq.kernels.kv.paged.paged_latents import LatentPlan
 from llmpq.kernels.kv.storage import KVLayer, allocate_layer
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import TAIL_TOKENS
+from reference.latent_steps import error
 from reference.packed_pages import attend_packed_pages_reference
 
 pytestmark = [
@@ -28,10 +29,6 @@ MIXES = {
 
 def normal(*shape, dtype, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def error(got, want):
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def pool(fmt, dtype, prefix_cache):

@@ -13,11 +13,13 @@ from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.kv.storage import KVLayer, allocate_layer
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import TAIL_TOKENS
+from reference.latent_steps import error
 from reference.packed_pages import attend_packed_pages_reference
 
 pytestmark = [
     pytest.mark.thin(2),
     pytest.mark.interpret,
+    pytest.mark.usefixtures("new_memory_is_nan"),
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
 SLOTS, COLUMNS, PADDING = 6, 5, 3
@@ -35,21 +37,9 @@ MIXES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _new_memory_is_no_number():
-    """What was not written is NaN, not whatever was there."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def normal(*shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype)
-
-
-def error(got, want):
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def tables(seed=0):

@@ -15,11 +15,13 @@ from llmpq.kernels.kv.paged.paged_rows import WORK_SPLIT, row_table, share_of, s
 from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from reference.fused_twins import rope_append_pages_reference
+from reference.latent_steps import error
 from reference.paged_twins import paged_attend_reference, spread_reference
 
 pytestmark = [
     pytest.mark.thin(2),
     pytest.mark.interpret,
+    pytest.mark.usefixtures("new_memory_is_nan"),
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
 SLOTS, COLUMNS = 6, 4
@@ -36,21 +38,9 @@ MIXES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _new_memory_is_no_number():
-    """What was not written is NaN, not whatever was there."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def normal(*shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype)
-
-
-def error(got, want):
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def tables(seed=0):

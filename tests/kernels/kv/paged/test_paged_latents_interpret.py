@@ -6,53 +6,28 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.kv.paged import paged_latents
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan, attend_latent_pages
 from llmpq.sizes.kv_format import BLOCK_TOKENS
+from reference.latent_steps import CPU, MIXES, TOLERANCE, error, latent_step
 from reference.paged_twins import paged_attend_reference
 
 pytestmark = [
     pytest.mark.interpret,
+    pytest.mark.usefixtures("new_memory_is_nan"),
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
-SLOTS, COLUMNS, PADDING = 6, 3, 2
-TOLERANCE = {torch.float16: 2e-3, torch.float32: 2e-6}
-CPU = torch.device("cpu")
-# (slot, start, count)
-MIXES = {
-    "decode": [(2, 0, 1), (0, 127, 1), (5, 128, 1), (1, 300, 1)],
-    "chunks": [(4, 0, 40), (1, 126, 5), (0, 200, 2)],
-    "mixed": [(0, 300, 1), (4, 3, 20), (3, 0, 1), (1, 250, 9), (2, 0, 2)],
-}
-
-
-@pytest.fixture(autouse=True)
-def _new_memory_is_no_number():
-    """What was not written is NaN, not whatever was there."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def run(mix, *, heads, dim, value_dim, dtype=torch.float32, sms=4, wrong_table=False):
     """Return what the kernels and the twin give, and how many places are used."""
     torch.manual_seed(heads + dim)
     plan = replace(LatentPlan.of(heads, dim, value_dim, dtype, CPU), sms=sms)
-    used = sum(count for _, _, count in mix)
-    table = plan.table(*zip(*mix, strict=True), num_rows=len(mix) + 2, num_places=used + PADDING)
-    rows_FR = torch.tensor(table, dtype=torch.int32)
-    table_SM = torch.randperm(SLOTS * COLUMNS).view(SLOTS, COLUMNS).int()
-    pool = torch.randn(SLOTS * COLUMNS, 1, BLOCK_TOKENS, dim).to(dtype)
-    q = torch.randn(used + PADDING, heads, dim).to(dtype)
-    chunks = max(count for _, _, count in mix) > 1
-    told = table_SM.roll(1, 0) if wrong_table else table_SM
-    got = attend_latent_pages(q, pool, rows_FR, told, plan, scale=dim**-0.5, chunks=chunks)
-    want = paged_attend_reference(q, pool, pool, rows_FR, table_SM, scale=dim**-0.5)
-    return got, want[..., :value_dim], used
-
-
-def error(got, want):
-    return float((got.double() - want.double()).norm() / want.double().norm())
+    step = latent_step(mix, plan, dim, dtype)
+    q, pool = torch.randn(step.places, heads, dim).to(dtype), step.pool_P1BE
+    table_SM, how = step.asked_of(wrong_table=wrong_table), {"scale": dim**-0.5}
+    got = attend_latent_pages(q, pool, step.rows_FR, table_SM, plan, chunks=step.chunks, **how)
+    want = paged_attend_reference(q, pool, pool, step.rows_FR, step.table_SM, **how)
+    return got, want[..., :value_dim], step.used
 
 
 @pytest.mark.thin
@@ -79,12 +54,10 @@ def test_shares_of_keys(sms):
     assert error(got[:used], want[:used]) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.usefixtures("before_ampere")
 @pytest.mark.parametrize("mix", ["decode", "chunks"])
-def test_tiles_of_cards_before_ampere(mix, monkeypatch):
-    monkeypatch.setattr(paged_latents, "older_than", lambda *_: True)
-    LatentPlan.of.__func__.cache_clear()
+def test_tiles_of_cards_before_ampere(mix):
     got, want, used = run(MIXES[mix], heads=12, dim=72, value_dim=64)
-    LatentPlan.of.__func__.cache_clear()
     assert error(got[:used], want[:used]) < TOLERANCE[torch.float32]
 
 
