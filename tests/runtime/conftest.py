@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -1153,6 +1154,25 @@ def with_new_parts(request: pytest.FixtureRequest, models: Models) -> None:
     kind = request.getfixturevalue("family_kind")
     if "LLMPQ_ALL_TESTS" not in os.environ and kind not in models.with_new_parts:
         pytest.skip("other kinds have its options and parts")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_fork_server() -> Iterator[None]:
+    """Fork the stages of all engines from one server, which imports for 3 s of a core but once."""
+    from llmpq.runtime.launch import process_launcher
+    from llmpq.runtime.launch.stages.forked_process import ForkServer
+
+    server, path = ForkServer(), os.environ.get("PYTHONPATH")
+    lent = SimpleNamespace(fork=server.fork, start=server.start, close=lambda: None)
+
+    def one() -> Any:
+        """Return the server, but where a test has another begin of every Python one of its own."""
+        return lent if os.environ.get("PYTHONPATH") == path else ForkServer()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_launcher, "ForkServer", one)
+        yield
+    server.close()
 
 
 @pytest.fixture(scope="session")

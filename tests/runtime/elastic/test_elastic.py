@@ -102,6 +102,7 @@ def test_only_what_moves_is_loaded(demo_model, expected):
         assert [one["action"] for one in report["recoveries"]] == ["add", "drain"]
 
 
+@pytest.mark.seldom  # test_recovery.py has that those that live keep their layers
 def test_a_lost_stage_alone_is_loaded_again(demo_model, expected):
     with LLM(demo_model, cluster=cluster("26 MiB", "24 MiB"), **HOW) as llm:
         before = llm.stages_started.stage_pids()

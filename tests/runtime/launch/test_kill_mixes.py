@@ -86,7 +86,7 @@ def fresh(llm: LLM, before, phase: str) -> list[int]:
     return []
 
 
-@pytest.mark.parametrize("phase", ["loading", "connecting"])
+@pytest.mark.parametrize("phase", ["loading", pytest.param("connecting", marks=pytest.mark.seldom)])
 def test_two_at_once_while_others_take_over(demo_model, make_plan, phase):
     plan = make_plan(demo_model, (2, 5), **SHAPE)
     expected = undisturbed(demo_model, plan, PROMPTS)
@@ -147,7 +147,9 @@ def test_the_first_stage_stands_still_in_a_long_prompt(demo_model, make_plan):
         assert (recovery.phase, recovery.stage, recovery.loss) == ("prefill", 0, "silence")
 
 
-@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize(
+    "victim", [1, *(pytest.param(n, marks=pytest.mark.seldom) for n in (0, 3))]
+)
 def test_a_member_of_a_shared_stage_dies(demo_model, make_plan, victim):
     plan = make_plan(demo_model, (4,), shares=[(1, 1), (2, 1)], **SHAPE)
     expected = undisturbed(demo_model, plan, PROMPTS)
@@ -157,6 +159,7 @@ def test_a_member_of_a_shared_stage_dies(demo_model, make_plan, victim):
         assert [one.loss for one in llm.recoveries] == ["process"]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("drafts", ["ngram", "mtp"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stage_dies_while_tokens_are_drafted(
@@ -206,6 +209,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.seldom  # cli/test_driver_killed.py kills one in a job, others here a recovery
 def test_the_driver_dies_while_a_stage_is_recovered(demo_model, make_plan, tmp_path):
     plan = make_plan(demo_model, (2, 5), **SHAPE)
     rows = [

@@ -124,9 +124,9 @@ def test_answers_are_those_of_an_undisturbed_run(llm, undisturbed, victims, agai
     [
         pytest.param("ray", (), 2, marks=pytest.mark.seldom),
         ("ray", (), 0),
-        ("processes", [(1,), (1, 1), (1,)], 1),
+        pytest.param("processes", [(1,), (1, 1), (1,)], 1, marks=pytest.mark.seldom),
         ("processes", [(1,), (1, 1), (1,)], 2),
-        ("processes", [(1,), (1, 1), (1,)], 3),
+        pytest.param("processes", [(1,), (1, 1), (1,)], 3, marks=pytest.mark.seldom),
     ],
     ids=["Ray, the last", "Ray, the first", "who leads", "who follows", "beside a shared stage"],
 )
@@ -222,7 +222,11 @@ def test_a_stage_that_dies_while_it_loads_first_is_started_again(demo_model, und
         assert [stage["pid"] for stage in llm.stats()["stages"]][1] != killed[0]
 
 
-@pytest.mark.parametrize("num_before", [0, 1], ids=["before requests", "between requests"])
+@pytest.mark.parametrize(
+    "num_before",
+    [pytest.param(0, marks=pytest.mark.seldom), 1],
+    ids=["before requests", "between requests"],
+)
 def test_a_stage_lost_without_a_request_is_lost_while_idle(demo_model, make_plan, num_before):
     plan = make_plan(demo_model, (4,), prompt_len=8, gen_len=8)
     settings = StageSettings(model_dir=str(demo_model), options=EngineOptions(backend="processes"))
