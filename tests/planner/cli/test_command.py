@@ -309,6 +309,7 @@ def test_a_cluster_may_name_its_model(capsys: pytest.CaptureFixture[str], tmp_pa
     assert code == 0 and out.startswith("opt-125m on x: ")
 
 
+@pytest.mark.seldom  # as test_topologies.py has it of engines
 def test_cards_that_are_left_out_decide_no_dtype(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -334,7 +335,11 @@ def test_cards_that_are_left_out_decide_no_dtype(
 @pytest.mark.parametrize(
     ("devices", "left"),
     [
-        ("T4:4,3090", "T4, which has no bfloat16, is left out: with them all stages would"),
+        pytest.param(
+            "T4:4,3090",
+            "T4, which has no bfloat16, is left out: with them all stages would",
+            marks=pytest.mark.seldom,
+        ),
         (
             "V100-32:2,A6000",
             "V100-32GB, which has no bfloat16, is left out: with them all stages",
@@ -358,6 +363,7 @@ def test_float32_is_taken_only_where_it_is_better(
     )
 
 
+@pytest.mark.seldom  # one pipeline's dtype is weighed alike below
 def test_engines_in_float32_are_held_against_the_cards_that_have_bfloat16(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

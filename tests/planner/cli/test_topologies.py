@@ -65,7 +65,7 @@ def _nodes(tmp_path: Path, *kinds: str) -> str:
 @pytest.mark.parametrize(
     ("devices", "model", "batch", "engines", "each"),
     [
-        ("3090:4", "gemma-3-12b", 256, 4, "3090"),
+        pytest.param("3090:4", "gemma-3-12b", 256, 4, "3090", marks=pytest.mark.seldom),
         ("t4:3", "opt-1.3b", 96, 3, "t4"),
     ],
 )
@@ -113,7 +113,7 @@ def test_one_engine_is_the_plan_of_make_plan(planned: Any, tmp_path: Path) -> No
     assert not any(line.startswith(("engines:", "best pipeline")) for line in lines)
 
 
-@pytest.mark.parametrize("batch", ["1", "8"])
+@pytest.mark.parametrize("batch", [pytest.param("1", marks=pytest.mark.seldom), "8"])
 def test_a_pipeline_leaves_time_for_what_is_looked_for_behind_it(
     batch: str, planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,8 +357,8 @@ def test_cards_are_called_slower_only_where_that_is_proven(
             "--engines 1 --tensor-parallel 1 instead of --pareto",
         ),
         (["--max-devices", "1", "--engines", "1"], "without it stages that devices share are"),
-        (["--what-if", "batch=4", "--engines", "1"], ""),
-        (["--what-if", "batch=4", "--batch", "1"], ""),
+        pytest.param(["--what-if", "batch=4", "--engines", "1"], "", marks=pytest.mark.seldom),
+        pytest.param(["--what-if", "batch=4", "--batch", "1"], "", marks=pytest.mark.seldom),
         (["--max-devices", "1", "--engines", "1", "--tensor-parallel", "1"], ""),
     ],
 )
@@ -473,7 +473,9 @@ def test_engines_that_send_nothing_are_taken_where_a_pipeline_is_hardly_better(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [123, 4, pytest.param(13, marks=pytest.mark.seldom), 1454])
+@pytest.mark.parametrize(
+    "seed", [123, 4, *(pytest.param(n, marks=pytest.mark.seldom) for n in (13, 1454))]
+)
 def test_with_more_allowed_the_answer_is_never_worse(seed: int) -> None:
     """Shared stages, several engines, more precisions. Of 123 no pipeline has room for all rows; of
     1454 one has for few bits, and in two waves for 16."""

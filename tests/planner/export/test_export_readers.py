@@ -150,6 +150,11 @@ def _of_kind(kind: str) -> Any:
 
 CONFIGS["gemma4 shared"] = lambda: _of_kind("gemma4 with shared caches")
 CONFIGS |= {family: partial(_of_kind, _kind_of(family)) for family in SAME_NAME}
+EVERY_THIRD = [
+    pytest.param(family, marks=[pytest.mark.seldom] * (number % 3 > 0))
+    for number, family in enumerate(CONFIGS)
+]
+"""In `make test`, where Accelerate dispatches a model of every family by its map."""
 
 
 def _model(family: str) -> tuple[Any, ModelSpec]:
@@ -333,7 +338,7 @@ def test_accelerate_dispatches_a_model_by_the_map(tmp_path: Path, family: str) -
     assert {d for name, d in devices.items() if name.startswith(f"{layers}.{last}.")} == {"meta"}
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", EVERY_THIRD)
 def test_transformers_loads_a_checkpoint_by_the_map(tmp_path: Path, family: str) -> None:
     pytest.importorskip("accelerate", reason="accelerate is in the dev extra")
     model, spec = _model(family)

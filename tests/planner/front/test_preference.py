@@ -122,6 +122,7 @@ def _planned(capsys: pytest.CaptureFixture[str], *words: str) -> Plan:
     return Plan.model_validate_json(capsys.readouterr().out)
 
 
+@pytest.mark.seldom  # nor does a front's choice, above
 def test_quality_does_not_depend_on_how_long_one_generates(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -132,6 +133,7 @@ def test_quality_does_not_depend_on_how_long_one_generates(
         assert plan.solver.prefer == "balanced"
 
 
+@pytest.mark.seldom  # nor a front's choice, above
 def test_the_unit_of_a_measured_file_changes_no_plan(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

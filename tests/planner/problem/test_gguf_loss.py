@@ -66,11 +66,11 @@ def _loss(path: Path, devices: str, *words: str) -> float:
     ("usual", "forms", "rounded"),
     [
         ("Q4_K", {}, 0.0),
-        ("Q4_0", {}, 0.0),
-        ("Q4_K", {"ffn_down": "Q6_K"}, 1 / 7),
+        pytest.param("Q4_0", {}, 0.0, marks=pytest.mark.seldom),
+        pytest.param("Q4_K", {"ffn_down": "Q6_K"}, 1 / 7, marks=pytest.mark.seldom),
         ("Q4_K", {"ffn_down": "Q6_K", "attn_v": "Q6_K"}, 2 / 7),
-        ("Q4_K", {"attn_v": "Q5_K"}, 1 / 7),
-        ("Q3_K", {}, 1.0),
+        pytest.param("Q4_K", {"attn_v": "Q5_K"}, 1 / 7, marks=pytest.mark.seldom),
+        pytest.param("Q3_K", {}, 1.0, marks=pytest.mark.seldom),
         ("Q2_K", {"attn_v": "Q4_K"}, 6 / 7),
     ],
 )

@@ -243,7 +243,12 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGKILL, -9)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 130),
+        pytest.param(signal.SIGHUP, 130, marks=pytest.mark.seldom),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_a_solver_ends_with_its_command(number: signal.Signals, code: int) -> None:
     words = ["--devices", "3060,3070", "--model", "opt-1.3b", "--batch", "1"]

@@ -123,7 +123,7 @@ def test_the_best_topology_is_that_of_brute_force() -> None:
     assert several > 1 and fitting > 5
 
 
-@pytest.mark.parametrize("many", [engine_floors.MANY, 0])
+@pytest.mark.parametrize("many", [engine_floors.MANY, pytest.param(0, marks=pytest.mark.seldom)])
 def test_no_engine_is_quicker_than_its_floor(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever rows and waves an engine has; of one device the floor is what it takes, but for
     memory, which floors of more than MANY engines do not count."""

@@ -176,8 +176,8 @@ def test_cards_share_stages_of_live_traffic_where_that_is_quickest(tmp_path: Pat
     "limits",
     [
         ServiceLimits(ttft_s=1.0),
-        ServiceLimits(ttft_s=30.0),
-        ServiceLimits(tpot_s=0.1),
+        pytest.param(ServiceLimits(ttft_s=30.0), marks=pytest.mark.seldom),
+        pytest.param(ServiceLimits(tpot_s=0.1), marks=pytest.mark.seldom),
         ServiceLimits(ttft_s=2.0, tpot_s=0.1),
     ],
 )
@@ -232,6 +232,7 @@ def test_a_plan_predicts_what_its_simulation_gives(
     assert {name: found[name] for name in predicted} == predicted
 
 
+@pytest.mark.seldom  # the state of such a request is looked at above
 def test_a_limit_that_only_a_request_alone_keeps_is_planned_for(tmp_path: Path) -> None:
     flags = ["--devices", "t4:2", "--prompt", "1024", "--gen", "8", "--rate", "0.05"]
     job: Any = {"bits": "16", "batch": 1, "prompt_len": 1024, "gen_len": 8}
@@ -284,8 +285,8 @@ def test_cards_that_hold_the_model_are_engines_of_their_own(
 @pytest.mark.parametrize(
     ("words", "unit"),
     [
-        (["--rate", "max", "--tpot", "0.05"], "requests/s"),
-        (["--rate", "3"], "tokens/s"),
+        pytest.param(["--rate", "max", "--tpot", "0.05"], "requests/s", marks=pytest.mark.seldom),
+        pytest.param(["--rate", "3"], "tokens/s", marks=pytest.mark.seldom),
         (["--rate", "0.5", "--objective", "latency"], "s an answer"),
     ],
 )

@@ -120,6 +120,7 @@ def slot_steps(pipeline, stage, rows):
     return torch.stack(out)
 
 
+@pytest.mark.thin(2)
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [1, 3, 13])
 @pytest.mark.parametrize(

@@ -142,6 +142,7 @@ def tasks(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.seldom  # serve/test_lm_eval.py runs tasks in process, too
 def test_local_tasks_run_through_the_harness(tasks: Path, demo_model: Path) -> None:
     """The command, as a user runs it: the class is found by its name."""
     run = subprocess.run(

@@ -142,8 +142,8 @@ def requests(prompts: list[list[int]], **more: Any) -> list[Request]:
 @pytest.mark.parametrize(
     ("splits", "step_tokens", "gamma", "make"),
     [
-        ((), 1, 1, Scheduler),
-        ((), 64, 3, Preempting),
+        pytest.param((), 1, 1, Scheduler, marks=pytest.mark.seldom),
+        pytest.param((), 64, 3, Preempting, marks=pytest.mark.seldom),
         ((1, 3), 64, 2, Preempting),
         ((2,), 33, 7, Scheduler),
     ],
@@ -229,7 +229,7 @@ def test_packed_caches_draft_too(either: MtpModel, jobs: Any, make_plan: Any, kv
     assert drafter.acceptance.verifies > 0
 
 
-@pytest.mark.parametrize("splits", [(), (2,), (1, 3)])
+@pytest.mark.parametrize("splits", [(), pytest.param((2,), marks=pytest.mark.seldom), (1, 3)])
 def test_requests_that_are_not_drafted_for_run_beside_and_alone(
     either: MtpModel, jobs: Any, make_plan: Any, splits: Any
 ) -> None:

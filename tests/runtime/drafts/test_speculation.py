@@ -184,7 +184,13 @@ def test_drafts_end_for_good_and_tokens_go_on(demo_model, make_plan, texts, mode
     assert [len(tokens) for tokens in got] == [job.max_new for job in jobs]
 
 
-@pytest.mark.parametrize("mode", sorted(TARGET_BITS))
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(m, marks=[pytest.mark.seldom] * (n % 2))
+        for n, m in enumerate(sorted(TARGET_BITS))
+    ],
+)
 def test_an_end_of_text_inside_a_draft_ends_the_request(engines, texts, mode):
     bits = TARGET_BITS[mode]
     plain = serve(engines(bits), requests(texts))
@@ -431,7 +437,9 @@ def test_steps_are_timed_within_their_slots():
     assert contexts_of(2048) == [208, 2000]
 
 
-@pytest.mark.parametrize("bits", ["w16a16", "w8a16", "w4a16"])
+@pytest.mark.parametrize(
+    "bits", ["w16a16", pytest.param("w8a16", marks=pytest.mark.seldom), "w4a16"]
+)
 def test_a_draft_holds_the_bytes_the_planner_counts(engines, bits):
     for mode in [mode for mode in TARGET_BITS if mode != "ngram"]:
         engine = engines(bits, (3,))

@@ -153,7 +153,17 @@ def packed_greedy(pipeline: ReferencePipeline, kv: KVPrecision, prompt, max_new:
     return tokens
 
 
-@pytest.mark.parametrize("kv", [P.KV8, P.KV4, P.KV2, P.KV8V4, P.KV16V2], ids=lambda kv: kv.value)
+@pytest.mark.parametrize(
+    "kv",
+    [
+        pytest.param(P.KV8, marks=pytest.mark.seldom),
+        P.KV4,
+        pytest.param(P.KV2, marks=pytest.mark.seldom),
+        P.KV8V4,
+        P.KV16V2,
+    ],
+    ids=lambda kv: kv.value,
+)
 def test_packed_caches_equal_their_unpaged_twin_under_every_schedule(
     tiny_models, random_prompts, make_plan, kv, seeds
 ):

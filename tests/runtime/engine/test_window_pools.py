@@ -148,7 +148,9 @@ def test_packed_caches_see_through_the_window_with_caps_and_sinks(
     assert error(KVPrecision.KV8) > 3 * errors[0], "a rule that is forgotten must be seen"
 
 
-@pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4])
+@pytest.mark.parametrize(
+    "kv", [pytest.param(KVPrecision.KV8, marks=pytest.mark.seldom), KVPrecision.KV4]
+)
 def test_packed_pools_equal_their_unpaged_twin(
     windowed_model: Any, random_prompts: Any, make_plan: Any, kv: KVPrecision
 ) -> None:

@@ -60,7 +60,7 @@ def test_a_run_of_a_shared_plan_gives_what_one_device_gives(
     assert len(json.loads(capsys.readouterr().out)["places"]) == 4
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.seldom), 2])
 def test_a_killed_device_is_named(demo_model, make_plan, victim):
     plan = make_plan(demo_model, (4,), shares=[(1, 1), (2, 1)], prompt_len=8, gen_len=900)
     requests = [Request(id=i, prompt=tuple(range(3, 11)), max_new=900) for i in range(4)]

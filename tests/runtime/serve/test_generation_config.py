@@ -133,7 +133,7 @@ def suppressing(demo_model: Path, tmp_path_factory) -> tuple[Path, list[int]]:
     [
         ((), {}, None),
         ((3,), {}, "ngram"),
-        ((), {"shares": [(2, 1)]}, None),
+        pytest.param((), {"shares": [(2, 1)]}, None, marks=pytest.mark.seldom),
         ((3,), {"shares": [(1, 1), (3, 1)]}, None),
     ],
 )

@@ -250,6 +250,7 @@ def test_a_prompt_too_long_is_said_as_clients_look_for_it(server, path):
             assert error["code"] == "context_length_exceeded"
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_finds_less_room_than_its_limit_says_so(server, path, stream):

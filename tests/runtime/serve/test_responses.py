@@ -60,15 +60,16 @@ def told(response):
     ("text", "wanted"),
     [
         ("just text", [("message", "just text")]),
-        (CALL, [("function_call", "clock", {"zone": "UTC"})]),
+        pytest.param(CALL, [("function_call", "clock", {"zone": "UTC"})], marks=pytest.mark.seldom),
         (
             f"I look: {CALL}{CALL}",
             [("message", "I look: "), *[("function_call", "clock", {"zone": "UTC"})] * 2],
         ),
         (f"<think>or {CALL}?</think>no", [("reasoning", f"or {CALL}?"), ("message", "no")]),
-        (
+        pytest.param(
             f"<think>\nhm\n</think>\n\n{CALL}",
             [("reasoning", "hm"), ("function_call", "clock", {"zone": "UTC"})],
+            marks=pytest.mark.seldom,
         ),
     ],
 )
@@ -260,6 +261,7 @@ def near(value, within=1e-3):
     return pytest.approx(value, abs=within) if within and isinstance(value, float) else value
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("limit", [1, 3, 64])
 @pytest.mark.parametrize(

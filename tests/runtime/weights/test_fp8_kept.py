@@ -111,7 +111,9 @@ def weights(directory: Path, scheme: WeightScheme | None, layers: int = 2) -> li
     return [source.layer(i, torch.float32) for i in range(layers)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.seldom] * (n % 2)) for n, k in enumerate(KINDS)]
+)
 def test_logits_at_eight_bits_are_those_of_the_numbers(tmp_path: Path, kind: str) -> None:
     form, numbers = write(llama(), tmp_path, kind)
     eight = logits(form, precisions=[Precision.W8A16] * 2)

@@ -67,7 +67,14 @@ def logits_of(directory: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "kind, root", [("opt", "decoder."), ("opt", ""), ("bloom", ""), ("llama", ""), ("qwen3", "")]
+    "kind, root",
+    [
+        ("opt", "decoder."),
+        pytest.param("opt", "", marks=pytest.mark.seldom),
+        ("bloom", ""),
+        ("llama", ""),
+        pytest.param("qwen3", "", marks=pytest.mark.seldom),
+    ],
 )
 def test_checkpoints_without_the_usual_prefix_load(tiny_models, copy, kind, root):
     directory = copy(kind)

@@ -57,6 +57,7 @@ def last_step(cache, history, q, **how):
     return cache.run(plan, 0, q[:, None], k, v, Scoring(**how))[:, 0]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("level", ENDS)
 @pytest.mark.parametrize("kv", KVS, ids=lambda kv: kv.value)
 @pytest.mark.parametrize(
