@@ -193,6 +193,7 @@ def test_unequal_cards_have_rows_by_their_speed(planned: Any) -> None:
     assert rows["RTX-5090"] > 1.5 * rows["RTX-3090"]
 
 
+@pytest.mark.seldom  # `two_engines`, above, asks for two
 def test_so_many_engines_as_are_asked_for(planned: Any) -> None:
     words = ["--devices", "3090:4", "--model", "qwen3-8b", "--batch", "16", *JOB]
     plan, lines = planned(*words, "--engines", "2")
@@ -331,7 +332,10 @@ def test_cards_without_bfloat16_that_no_engine_has_do_not_decide_the_dtype(plann
     assert any("T4" in line and "bfloat16" in line for line in lines)
 
 
-@pytest.mark.parametrize(("gap", "why"), [(0.0, "faster without"), (0.5, "nothing faster with")])
+@pytest.mark.parametrize(
+    ("gap", "why"),
+    [(0.0, "faster without"), pytest.param(0.5, "nothing faster with", marks=pytest.mark.seldom)],
+)
 def test_cards_are_called_slower_only_where_that_is_proven(
     gap: float, why: str, planned: Any
 ) -> None:

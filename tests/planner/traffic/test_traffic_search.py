@@ -362,6 +362,7 @@ def test_a_model_that_needs_both_cards_is_one_pipeline(tmp_path: Path) -> None:
     assert plan.traffic is not None and plan.traffic.objective == "throughput"
 
 
+@pytest.mark.seldom  # the next and `simpler ways`, above, plan for latency
 def test_the_lowest_latency_is_of_the_quickest_card(tmp_path: Path) -> None:
     words = ["--devices", "t4,v100", "--rate", "0.2", "--objective", "latency"]
     plan = _planned(words, tmp_path / "plan.json")

@@ -128,7 +128,7 @@ def test_precisions_give_the_tokens_of_one_device(wide_model, random_prompts, bi
     assert held[1] < held[0] < alone.loads[0].weights_bytes
 
 
-@pytest.mark.parametrize("outliers", [0, 8])
+@pytest.mark.parametrize("outliers", [pytest.param(0, marks=pytest.mark.seldom), 8])
 def test_inputs_of_4_bits_are_rounded_as_on_one_device(wide_model, random_prompts, outliers):
     """Groups and outliers of inputs are one device's, so their scales are those of one device."""
     prompts = random_prompts(70, 33, 40)
@@ -154,7 +154,7 @@ def scored(directory: Path, plan: Plan, prompts: list[list[int]]) -> torch.Tenso
     )
 
 
-@pytest.mark.parametrize("bits", ["w8a8", "w4a4"])
+@pytest.mark.parametrize("bits", [pytest.param("w8a8", marks=pytest.mark.seldom), "w4a4"])
 def test_rounded_inputs_lose_no_more_than_on_one_device(wide_model, random_prompts, bits):
     """A token's part has a scale of its own, which is no coarser than the whole token's."""
     prompts = random_prompts(120, 90)
