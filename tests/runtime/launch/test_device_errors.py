@@ -142,6 +142,7 @@ ABORTED = (
 ) + b"frame #1: <unknown function> + 0x129ecc (0x7f9ea8729ecc in /lib/libc.so.6)\n" * 40
 """What a process writes that ends by an error of CUDA's in a destructor (torch 2.11, H200)."""
 ECC = 'torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\\nSearch for ...")'
+MEMORY = 'torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")'
 ALWAYS, ONCE = (
     "device == 'CPU-1' and steps == 5",
     "device == 'CPU-1' and steps == 5 and not once.exists()",
@@ -190,7 +191,7 @@ def stages_fail(tmp_path, monkeypatch):
                     'RuntimeError("NCCL error in: ...: ncclRemoteError: A call failed")',
                     "connection",
                 ),
-                ('torch.cuda.OutOfMemoryError("CUDA out of memory. Tried 2 GiB")', "memory"),
+                (MEMORY, "memory"),
                 (f"os.write(2, {ABORTED!r}) and os.abort()", "device"),
             )
         ),
@@ -235,7 +236,7 @@ def test_or_is_the_end_where_no_other_may_take_over(demo_model, plan, stages_fai
             pytest.param(error, marks=pytest.mark.seldom)
             for error in (
                 'ValueError("this input cannot be computed")',
-                'torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")',
+                MEMORY,
             )
         ),
     ],
