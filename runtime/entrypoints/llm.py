@@ -7,7 +7,7 @@
 Every command of `llmpq-dist` that runs a model stands on it. Knows nothing of devices or of what a
 stage is: a plan is chosen (plan_choice.py), an engine started (launch/), text read and written
 (text/). Names and defaults are vLLM's where they mean the same; options are those of
-`EngineOptions` (options.py).
+`EngineOptions` (options/engine_options.py).
 """
 
 from __future__ import annotations

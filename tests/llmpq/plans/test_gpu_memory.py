@@ -14,7 +14,7 @@ from llmpq.plans.gpu_memory import cluster_within, plan_within
 from llmpq.plans.plan import Plan
 
 pytestmark = pytest.mark.pure
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 JOB = {"model": "llama-3.1-8b", "devices": "4090", "batch": 8, "method": "uniform"}
 GIB = 1 << 30
 
