@@ -30,9 +30,9 @@ KINDS = {
 TURING = 75
 LIMIT = {**SHARED_LIMIT, TURING: 65536}
 # (query heads, channels, of them values): DeepSeek-V2-Lite, V3
-MODELS = [(16, 576, 512), (128, 576, 512)]
+MODELS = [pytest.param((16, 576, 512), marks=pytest.mark.seldom), (128, 576, 512)]
 # (query heads, heads of an indexer, their channels): DeepSeek-V3.2, GLM-5
-SPARSE = [(128, 64, 128), (64, 32, 128)]
+SPARSE = [(128, 64, 128), pytest.param(64, 32, 128, marks=pytest.mark.seldom)]
 
 
 def compiled(kernel, arch, constants):
