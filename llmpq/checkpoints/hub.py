@@ -174,27 +174,40 @@ def _from_hub(repo: str, file: str | None, revision: str | None, *, config_only:
             f"no such model directory: '{repo}', and {hub.constants.ENDPOINT} has no such model or "
             "a private one: log in with: hf auth login"
         ) from None
-    except errors.LocalEntryNotFoundError:
-        raise ValueError(_unreachable(hub, repo, file, revision)) from None
+    except errors.LocalEntryNotFoundError as error:
+        raise ValueError(_unreachable(hub, repo, file, revision, error)) from None
     except errors.EntryNotFoundError:
         raise ValueError(f"'{repo}' has no file '{file}' on the hub") from None
     except (errors.HfHubHTTPError, OSError) as error:
-        why = str(error).strip().splitlines()[0][:200]
-        raise ValueError(f"'{repo}' could not be downloaded: {why}") from None
+        raise ValueError(f"'{repo}' could not be downloaded: {_first_line(error)}") from None
     _require_files(hub, repo, revision, folder, config_only=config_only)
     return folder
 
 
-def _unreachable(hub: Any, repo: str, file: str | None, revision: str | None) -> str:
-    """Return what to do where neither the cache nor the hub has a model."""
+def _is_answer(hub: Any, error: BaseException | None) -> bool:
+    """Whether the hub was reached, and refused."""
+    return isinstance(error, hub.errors.HfHubHTTPError) and error.response is not None
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what an error says, in a line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def _unreachable(
+    hub: Any, repo: str, file: str | None, revision: str | None, error: BaseException
+) -> str:
+    """Return what to do where neither the cache nor the hub has a model, and what the hub said."""
     words = ["hf download", repo, *([file] if file else [])]
     command = " ".join([*words, *([f"--revision {revision}"] if revision else [])])
     what = f"'{repo}/{file}'" if file else f"'{repo}'"
-    why = (
-        "HF_HUB_OFFLINE is set"
-        if hub.constants.is_offline_mode()
-        else f"{hub.constants.ENDPOINT} cannot be reached"
-    )
+    refusal = next((e for e in (error, error.__cause__) if _is_answer(hub, e)), None)
+    if hub.constants.is_offline_mode():
+        why = "HF_HUB_OFFLINE is set"
+    elif refusal is not None:
+        why = f"{hub.constants.ENDPOINT} says: {_first_line(refusal)}"
+    else:
+        why = f"{hub.constants.ENDPOINT} cannot be reached"
     return (
         f"no such model directory: {what}; it is not, or not whole, in Hugging Face's cache "
         f"({hub.constants.HF_HUB_CACHE}), and {why}: with a network, type: {command}"
@@ -209,10 +222,10 @@ def _require_files(
         return
     try:
         names = hub.list_repo_files(repo, revision=revision)
-    except Exception:  # offline, or the cache alone has it
+    except Exception as error:  # offline, refused, or the cache alone has it
         names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.gguf"))]
         if not names:
-            raise ValueError(_unreachable(hub, repo, None, revision)) from None
+            raise ValueError(_unreachable(hub, repo, None, revision, error)) from None
     files = [name for name in names if name.endswith(".gguf")]
     if files:
         shown = ", ".join(files[:6]) + (", ..." if len(files) > 6 else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from functools import reduce
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.cli.flags import MergeRequest, ProfileRequest, job_lengths
 from llmpq.profiler.cli.tables import links_table, profile_tables
 from llmpq.profiler.timing.cases import Effort, Sampling, TimedCase, model_spec
+from llmpq.profiler.timing.latency_fit import FEWEST_SHAPES
 from llmpq.profiler.timing.profile_host import (
     HostProfile,
     ProfileJob,
@@ -51,6 +53,7 @@ def main(request: ProfileRequest) -> int:
         {"--cluster": str(request.cluster)},
         {"--output": str(request.output), "--samples": str(samples_path)},
     )
+    require_shapes(job)
     log.info("%s", foresight(job))
     with SampleLog(samples_path) as samples, _progress() as progress:
         total = sum(len(_cases_of(job, device)) for device in job.devices)
@@ -195,6 +198,17 @@ def _cases_of(job: ProfileJob, device: Device) -> tuple[TimedCase, ...]:
             kv=job.kv,
         )
     )
+
+
+def require_shapes(job: ProfileJob) -> None:
+    """Raise `ValueError`, before anything is timed, where a part has too few shapes for a fit."""
+    timed = (case for device in job.devices for case in _cases_of(job, device) if not case.launch)
+    for target, count in Counter(case.target for case in timed).items():
+        if count < FEWEST_SHAPES:
+            raise ValueError(
+                f"{target.title} would be timed at {count} shape{'s' * (count != 1)}, its fit "
+                f"needs {FEWEST_SHAPES}: give a larger --max-batch or --max-len"
+            )
 
 
 def foresight(job: ProfileJob) -> str:

@@ -29,6 +29,8 @@ from llmpq.sizes.attended_keys import Windows
 
 Array = NDArray[np.float64]
 
+FEWEST_SHAPES = 3
+"""Shapes that a fit needs."""
 TARGET_ERROR = 0.05
 """Mean held-out error above which a second regime is tried."""
 CLEARLY = 0.8
@@ -74,10 +76,10 @@ def fit_latency(
     """
     behind = any(point.start for point in points)
     names = tuple(name for name in terms or TERMS[phase] if behind or name not in BEHIND)
-    if len(points) < 3:
+    if len(points) < FEWEST_SHAPES:
         raise ValueError(
             f"{len(points)} samples are too few to fit {phase.value} times to {len(names)} terms; "
-            "take at least 3 shapes (larger --max-batch or --max-len)"
+            f"take at least {FEWEST_SHAPES} shapes (larger --max-batch or --max-len)"
         )
     rows = [_values(phase, p, padding) for p in points]
     x_SK = np.array([[row[name] for name in names] for row in rows])

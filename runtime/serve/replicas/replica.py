@@ -57,12 +57,13 @@ class Replica:
             self._failure = error
             self._service.failure = str(error)
 
-    def _alive(self) -> bool:
+    def _unready(self) -> Exception | None:
+        """Return why it does not answer: it loads, could not, or has lost its engine."""
         try:
             self._service.ready().check_alive()
-        except Exception:
-            return False
-        return True
+        except Exception as error:
+            return error
+        return None
 
     async def answer(self, plain: Message, text: str) -> AsyncGenerator[list[Message] | None]:
         """Yield the application's ASGI messages: all that are new at a time.
@@ -71,7 +72,7 @@ class Replica:
         """
         scope, body = from_plain(plain), text.encode("latin-1")
         llm = self._service.llm
-        if not self._alive() or (llm is not None and llm.recovering is not None):
+        if self._unready() is not None or (llm is not None and llm.recovering is not None):
             yield None
             return
         yield []
@@ -108,11 +109,12 @@ class Replica:
                 await work
 
     async def state(self) -> dict[str, Any]:
-        """Return whether it answers, has lost its engine, and why it could not load."""
-        failure, ready = self._failure, self._alive()
+        """Return whether it answers, what of its engine was lost, and why it could not load."""
+        failure, unready = self._failure, self._unready()
+        lost = unready is not None and self._service.llm is not None
         return {
-            "ready": ready,
-            "lost": not ready and self._service.llm is not None,
+            "ready": unready is None,
+            "lost": (str(unready) or type(unready).__name__) if lost else None,
             "failure": None if failure is None else [type(failure).__name__, str(failure)],
         }
 

@@ -126,6 +126,8 @@ class ReplicaHandle:
             self._heard_s, self._deaf_s = time.monotonic(), time.monotonic() + _DEAF_S
             if state["ready"] and not self._logged_ready:
                 _log.info("replica %d is ready", self.number)
+            elif state["lost"] and self._logged_ready:
+                _log.info("replica %d has lost its engine: %s", self.number, state["lost"])
             self._logged_ready = state["ready"]
             self.ready, self.failure = state["ready"], state["failure"]
             if state["lost"]:

@@ -28,6 +28,7 @@ REPOS = {
     "me/demo-GGUF": {"demo-Q8_0.gguf": b"GGUF....", "README.md": b"hi"},
     "me/old": {"config.json": DEMO["config.json"], "pytorch_model.bin": b"0"},
     "me/none": {"README.md": b"hi"},
+    "me/unlisted": {"README.md": b"hi"},
 }
 GET = """
 import json, sys
@@ -66,6 +67,8 @@ class Hub(BaseHTTPRequestHandler):
                 return self._say(404, b"", {"X-Error-Code": "RevisionNotFound"})
             sha = OLDER if revision in ("v1", OLDER) else COMMIT
             if len(parts) > 4 and parts[4] == "tree":
+                if repo == "me/unlisted":
+                    return self._say(403, b"", {"X-Error-Message": "not from this address"})
                 files = [
                     {"type": "file", "path": n, "size": len(b), "oid": hashlib.sha1(b).hexdigest()}
                     for n, b in REPOS[repo].items()
@@ -152,6 +155,13 @@ def test_models_come_from_the_hub_and_then_from_its_cache(hub):
 def test_what_the_hub_does_not_have_is_one_sentence(hub, name, revision, said):
     ((kind, text),) = got(hub, (name, False, revision))
     assert kind == "ValueError" and said in text and "\n" not in text
+
+
+def test_a_hub_that_lists_no_files_is_quoted(hub):
+    """It was said not to be reached."""
+    ((kind, text),) = got(hub, ("me/unlisted", False, None))
+    assert kind == "ValueError" and "not from this address" in text and "\n" not in text
+    assert "cannot be reached" not in text
 
 
 def test_without_network_a_sentence_has_the_command_to_type(hub, tmp_path):

@@ -203,7 +203,7 @@ def test_steps_are_those_of_the_engine() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize("kv", [KVPrecision.KV16, KVPrecision.KV4])
+@pytest.mark.parametrize("kv", [KVPrecision.KV16, KVPrecision.KV4, KVPrecision.KV8V4])
 def test_every_step_is_timed_over_the_pool(window: int | None, kv: KVPrecision) -> None:
     config = {
         "model_type": "mistral",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.costs.cost_model import CostModel
+from llmpq.costs.cost_model import CostModel, Phase
 from llmpq.errors import StageLostError
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.timing import profile_host, stopwatch, worker_processes
@@ -36,7 +36,12 @@ class _Child:
 
 
 def _profile(
-    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, lost: bool, rows: int
+    model: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *more: str,
+    lost: bool,
+    rows: int,
 ) -> tuple[int, Path, list[int]]:
     """Profile with batches of `rows` failing; return the code, the file and the restarts."""
     restarts = [0]
@@ -58,7 +63,7 @@ def _profile(
     output = folder / "costs.json"
     words = ["--model", str(model), "--cluster", str(CLUSTER), "-o", str(output), "--quick"]
     words += ["--bits", "16", "--max-batch", "8", "--max-len", "96"]
-    return main(words), output, restarts
+    return main([*words, *more]), output, restarts
 
 
 def test_a_case_that_fails_is_named_and_ends_with_a_code(
@@ -81,7 +86,11 @@ def test_a_case_that_fails_is_named_and_ends_with_a_code(
 def test_a_complete_profile_ends_with_zero(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _profile(demo_model, tmp_path, monkeypatch, lost=False, rows=999)[0] == 0
+    kvs = ("--kv", "kv8v4,8")
+    code, output, _ = _profile(demo_model, tmp_path, monkeypatch, *kvs, lost=False, rows=999)
+    assert code == 0
+    decode = [e for e in CostModel.load_json(output).entries if e.phase is Phase.DECODE]
+    assert {e.kv.value for e in decode if e.part == "layer"} == {"kv8v4", "kv8"}
 
 
 def test_a_lost_gpu_is_taken_anew_a_few_times(

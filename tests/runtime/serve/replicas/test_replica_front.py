@@ -30,6 +30,7 @@ class Replica:
     def __init__(self, *said: list, dies: bool = False) -> None:
         self.said, self.dies, self.asked, self.num_started = said, dies, False, 1
         self.obituary = "its process died" if dies else None
+        self.lost: str | None = None
 
     async def stream(self, method: str, *args: object):
         self.asked = True
@@ -41,7 +42,7 @@ class Replica:
     async def ask(self, method: str):
         if self.dies:
             raise CallFailed("its process died")
-        return {"ready": True, "lost": False, "failure": None}
+        return {"ready": self.lost is None, "lost": self.lost, "failure": None}
 
     def restart(self) -> None:
         self.dies, self.obituary, self.num_started = False, None, self.num_started + 1
@@ -184,6 +185,21 @@ def test_the_log_says_why_a_replica_that_answered_is_lost(caplog):
         "replica 0 lost an answer: its process died",
         "replica 0 is lost: killed by SIGKILL",
     ]
+
+
+def test_the_log_says_why_a_replica_has_no_engine_any_more(caplog):
+    caplog.set_level("INFO", "llmpq.serve")
+    replica = Replica(*WHOLE)
+    (handle,) = front_of(replica).replicas
+    asyncio.run(handle.look())
+    replica.lost = "stage 1 was lost: killed by SIGKILL"
+    for _ in range(2):
+        asyncio.run(handle.look())
+    assert [record.getMessage() for record in caplog.records] == [
+        "replica 0 is ready",
+        "replica 0 has lost its engine: stage 1 was lost: killed by SIGKILL",
+    ]
+    assert not handle.ready
 
 
 def test_a_dead_replica_is_started_again_after_a_pause(monkeypatch):
