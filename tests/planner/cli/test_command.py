@@ -309,7 +309,6 @@ def test_a_cluster_may_name_its_model(capsys: pytest.CaptureFixture[str], tmp_pa
     assert code == 0 and out.startswith("opt-125m on x: ")
 
 
-@pytest.mark.seldom  # as test_topologies.py has it of engines
 def test_cards_that_are_left_out_decide_no_dtype(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -363,7 +362,6 @@ def test_float32_is_taken_only_where_it_is_better(
     )
 
 
-@pytest.mark.seldom  # one pipeline's dtype is weighed alike below
 def test_engines_in_float32_are_held_against_the_cards_that_have_bfloat16(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -247,7 +247,7 @@ sys.exit(main(sys.argv[1:]))
     ("number", "code"),
     [
         (signal.SIGTERM, 130),
-        pytest.param(signal.SIGHUP, 130, marks=pytest.mark.seldom),
+        (signal.SIGHUP, 130),
         (signal.SIGKILL, -9),
     ],
 )

@@ -251,7 +251,6 @@ def test_a_full_standard_output_is_one_sentence(job_files):
     assert done.stderr == "llmpq-dist: 'standard output': No space left on device\n"
 
 
-@pytest.mark.seldom  # a full one is below
 def test_a_closed_standard_output_is_no_error(job_files):
     words, folder = job_files
     command = [sys.executable, "-m", "llmpq.runtime", *words, "-o", str(folder / "out.jsonl")]

@@ -142,7 +142,7 @@ def requests(prompts: list[list[int]], **more: Any) -> list[Request]:
 @pytest.mark.parametrize(
     ("splits", "step_tokens", "gamma", "make"),
     [
-        pytest.param((), 1, 1, Scheduler, marks=pytest.mark.seldom),
+        ((), 1, 1, Scheduler),
         pytest.param((), 64, 3, Preempting, marks=pytest.mark.seldom),
         ((1, 3), 64, 2, Preempting),
         ((2,), 33, 7, Scheduler),
