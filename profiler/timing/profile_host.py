@@ -50,8 +50,9 @@ MOST_RESTARTS = 4
 """Of the processes of a device kind, after cases that left their GPU useless to them."""
 
 SHARE_ROUNDS, SHARE_S, SHARE_STEP_S = 5, 0.2, 0.25
-"""Of cases that are timed alone and at once in turn: how often, for how long, and of steps of which
-length: of two processes that begin together most of so long a time is spent together."""
+"""Of cases that are timed alone and at once in turn: how often, for how long (of quick profiles
+less), and of steps of which length: of two processes that begin together most of so long a time is
+spent together."""
 LEAST_TARGET = 0.01
 """Mean held-out error below which no more detailed fit is tried, however quiet the samples."""
 
@@ -117,7 +118,8 @@ def run(job: ProfileJob, samples: SampleLog, on_case: OnCase) -> HostProfile:
             compiled = compiled or not device.spec.is_cpu
             for target, found in _by_target(taken).items():
                 entry = fit_entry(target, found, job.spec)
-                entries.append(entry.at_once(alone_share(groups[kind], found)))
+                share_s = min(SHARE_S, 4 * job.effort.seconds)
+                entries.append(entry.at_once(alone_share(groups[kind], found, seconds=share_s)))
                 noise[target] = _median([s.timing.noise for s in found])
             if not device.spec.is_cpu:
                 groups.pop(kind).close()  # the next kind is timed on the same GPU
@@ -312,7 +314,7 @@ def _rounds(
             yield case, min(found, key=lambda timing: timing.seconds)
 
 
-def alone_share(group: Group, found: Sequence[Sample]) -> float:
+def alone_share(group: Group, found: Sequence[Sample], *, seconds: float = SHARE_S) -> float:
     """Return the share of a target's time at once that it takes on one copy while the others wait.
 
     CPU stages of a host share its memory: two that read 50 MB of weights a layer, on two cores,
@@ -327,8 +329,8 @@ def alone_share(group: Group, found: Sequence[Sample]) -> float:
     timed = (short or steps[:1])[0].case, (short or steps[:1])[-1].case
     shares = []
     for _ in range(SHARE_ROUNDS):
-        alone_s = sum(group.time(case, alone=True, seconds=SHARE_S).seconds for case in timed)
-        shares.append(alone_s / sum(group.time(case, seconds=SHARE_S).seconds for case in timed))
+        alone_s = sum(group.time(case, alone=True, seconds=seconds).seconds for case in timed)
+        shares.append(alone_s / sum(group.time(case, seconds=seconds).seconds for case in timed))
     return min(1.0, _median(shares))
 
 
