@@ -44,20 +44,22 @@ demo: setup
 # Threads of torch spin while another process has their core: one each where two processes test.
 # A file's tests stay together: they share models. In `cluster` each process has one Ray of its own.
 # `cluster` waits for most of its time and begins at once, beside `cpu`. Two tiers that heed no clock
-# compute beside these at the lowest priority: whenever both wait, so a test of theirs may take long.
+# compute beside these at the lowest priority, by one process each: whenever both wait, so a test of
+# theirs may take long.
 # Ctrl-C, and TERM to make, reach every tier: `&` alone would have the two ignore Ctrl-C, and `wait`
 # ends early. (An `env` that cannot say so, as macOS's, runs them as they are.)
 HEARS := $(shell env --default-signal=INT,QUIT true 2>/dev/null && echo env --default-signal=INT,QUIT)
 test: setup
 	@rm -f $(TIMES); start=$$(date +%s); \
-	$(HEARS) nice -n 19 $(MAKE) -k test-interpret test-compile > $(BESIDE) 2>&1 & beside=$$!; \
-	$(HEARS) $(MAKE) -k test-cluster > $(BESIDE)-cluster 2>&1 & waits=$$!; \
-	$(HEARS) $(MAKE) -k test-cpu & here=$$!; \
-	trap 'kill $$here $$waits $$beside 2>/dev/null' TERM HUP; trap : INT; \
-	wait $$here; one=$$?; wait $$waits; three=$$?; wait $$beside; two=$$?; wait; \
-	cat $(BESIDE)-cluster $(BESIDE); rm -f $(BESIDE)-cluster $(BESIDE); \
+	$(HEARS) nice -n 19 $(MAKE) -k WORKERS= test-interpret > $(BESIDE)-interpret 2>&1 & few=$$!; \
+	$(HEARS) nice -n 19 $(MAKE) -k WORKERS= test-compile > $(BESIDE)-compile 2>&1 & few="$$few $$!"; \
+	$(HEARS) $(MAKE) -k test-cluster > $(BESIDE)-cluster 2>&1 & few="$$few $$!"; \
+	$(HEARS) $(MAKE) -k test-cpu & here=$$!; failed=0; \
+	trap 'kill $$here $$few 2>/dev/null' TERM HUP; trap : INT; \
+	for tier in $$here $$few; do wait $$tier || failed=$$?; done; wait; \
+	cat $(BESIDE)-*; rm -f $(BESIDE)-*; \
 	echo "all together $$(($$(date +%s) - start))" >> $(TIMES); \
-	exit $$((one ? one : two ? two : three))
+	exit $$failed
 	@echo "every tier passed; seconds: $$(cat $(TIMES) | tr '\n' ' ')"; rm -f $(TIMES)
 
 test-all: export LLMPQ_ALL_TESTS = 1
