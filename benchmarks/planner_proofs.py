@@ -200,8 +200,7 @@ def topologies(seed: int, _: float) -> Tally:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/plan.json"
         if found is not None and found.topology is not None:
-            value, bound, plan = found.found.counted, found.found.bound, found.topology
-            bound *= found.found.gain
+            value, bound, plan = found.found.value, found.found.bound, found.topology
             if found.single is not None:
                 plan = found.single.plan
                 write_certificate(path, found.single, options)

@@ -18,17 +18,21 @@ chunks, whose programs do not fill a GPU.
 A GPU takes tiles of rows, and another kernel every so many rows, which no term follows. A regime
 may therefore add a polyline in the new tokens of the micro-batch (v*s, v or v*q) to its terms. New
 tokens are counted with the padding that the engine adds (llmpq/sizes/step_padding.py).
+
+Of a stage that devices share in tensor parallel, parts of a layer are measured (`shares` of an
+entry) and sums over devices (`SumCost`); what a group of devices takes is put together from these
+(planner/costs/group_costs.py).
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -61,6 +65,9 @@ class Phase(Enum):
 Part = Literal["layer", "embedding", "head"]
 """What is timed of a model."""
 
+Shares = tuple[Annotated[int, Field(ge=1, le=1024)], ...]
+"""What each device of a stage in tensor parallel has of every layer, in proportion."""
+
 
 class ErrorStats(FileForm):
     """Relative error of a fit on samples it has not seen."""
@@ -68,6 +75,14 @@ class ErrorStats(FileForm):
     mean: float
     p95: float
     samples: int
+
+
+def require_curve(curve: tuple[tuple[float, float], ...], of: str) -> None:
+    """Refuse points (`of` something, seconds) that are no polyline; none at all are none."""
+    if len(curve) == 1 or any(a[0] >= b[0] for a, b in pairwise(curve)):
+        raise ValueError(f"a curve needs at least two points of ascending {of}")
+    if any(not 0 <= number <= MAX_S for point in curve for number in point):
+        raise ValueError(f"a curve must be >= 0 {of}, >= 0 seconds and at most {MAX_S:g}")
 
 
 class Regime(FileForm):
@@ -79,10 +94,7 @@ class Regime(FileForm):
 
     @model_validator(mode="after")
     def _curve_ascends(self) -> Self:
-        if len(self.curve) == 1 or any(a[0] >= b[0] for a, b in pairwise(self.curve)):
-            raise ValueError("a curve needs at least two points of ascending new tokens")
-        if any(not 0 <= number <= MAX_S for point in self.curve for number in point):
-            raise ValueError(f"a curve must be >= 0 tokens, >= 0 seconds and at most {MAX_S:g}")
+        require_curve(self.curve, "new tokens")
         return self
 
     def curve_s(self, new_tokens: float) -> float:
@@ -164,6 +176,9 @@ class LatencyEntry(FileForm):
     precision: Precision
     kv: KVPrecision = KVPrecision.KV16
     dtype: Dtype
+    shares: Shares = ()
+    """Of a layer that devices share in tensor parallel, the first one's part without its sums, by
+    the shares of all; empty: the whole layer."""
     regimes: tuple[Regime, ...] = Field(min_length=1)
     padding: Padding = "none"
     """How new tokens are padded."""
@@ -294,6 +309,23 @@ class LatencyEntry(FileForm):
         return not (low_v <= v <= high_v and low <= length <= high)
 
 
+class SumCost(FileForm):
+    """What a sum over devices of one node takes, of hidden states in tensor parallel."""
+
+    kinds: tuple[str, ...] = Field(min_length=2)
+    """Of the devices, sorted: one name for each of them."""
+    times: tuple[tuple[float, float], ...] = Field(min_length=2)
+    """(bytes of the step's hidden states, seconds), ascending; straight between two, the last
+    piece goes on for ever."""
+
+    @model_validator(mode="after")
+    def _is_a_curve(self) -> Self:
+        require_curve(self.times, "bytes")
+        if list(self.kinds) != sorted(self.kinds):
+            raise ValueError(f"kinds must be sorted, got {', '.join(self.kinds)}")
+        return self
+
+
 class LinkCost(FileForm):
     """Time of one message: alpha_s + bytes * beta_s_per_byte, between two device kinds."""
 
@@ -327,6 +359,8 @@ class CostModel(FileForm):
     model_fingerprint: str
     entries: tuple[LatencyEntry, ...]
     links: tuple[LinkCost, ...] = ()
+    sums: tuple[SumCost, ...] = ()
+    """Over devices that may share a stage."""
     node_links: tuple[NodeLinkCost, ...] = ()
     """Between nodes of a cluster, each direction; they come before those of kinds."""
     versions: Mapping[str, str] = {}
@@ -336,7 +370,8 @@ class CostModel(FileForm):
     @cached_property
     def _by_key(self) -> dict[tuple[object, ...], LatencyEntry]:
         return {
-            (e.device_kind, e.part, e.phase, e.precision, e.kv, e.dtype): e for e in self.entries
+            (e.device_kind, e.part, e.phase, e.precision, e.kv, e.dtype, e.shares): e
+            for e in self.entries
         }
 
     @property
@@ -353,6 +388,7 @@ class CostModel(FileForm):
         precision: Precision = Precision.W16A16,
         kv: KVPrecision = KVPrecision.KV16,
         dtype: Dtype,
+        shares: Shares = (),
     ) -> LatencyEntry | None:
         """Return the entry for a key, or None if it was never measured or estimated.
 
@@ -363,7 +399,12 @@ class CostModel(FileForm):
             kv = KVPrecision.KV16
         if part == "embedding":
             precision = Precision.W16A16
-        return self._by_key.get((device_kind, part, phase, precision, kv, dtype))
+        return self._by_key.get((device_kind, part, phase, precision, kv, dtype, shares))
+
+    def sum_over(self, kinds: Iterable[str]) -> SumCost | None:
+        """Return what sums over devices of these kinds take, None if that was not measured."""
+        wanted = tuple(sorted(kinds))
+        return next((one for one in self.sums if one.kinds == wanted), None)
 
     def link(self, source_kind: str, target_kind: str, *, same_node: bool) -> LinkCost | None:
         """Return the measured link between two device kinds, either way round."""
@@ -396,6 +437,7 @@ class CostModel(FileForm):
             (*sorted((link.source_kind, link.target_kind)), link.same_node): link
             for link in self.links + other.links
         }
+        sums = {one.kinds: one for one in self.sums + other.sums}
         between = {(link.source, link.target): link for link in self.node_links + other.node_links}
         # Not a copy of this model, whose cached properties would come along.
         return type(self)(
@@ -403,6 +445,7 @@ class CostModel(FileForm):
             model_fingerprint=self.model_fingerprint,
             entries=tuple(entries.values()),
             links=tuple(links.values()),
+            sums=tuple(sums.values()),
             node_links=tuple(between.values()),
             versions={**self.versions, **other.versions},
             cpu_activations=self.cpu_activations,

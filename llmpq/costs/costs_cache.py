@@ -63,6 +63,7 @@ def store_costs(costs: CostModel) -> list[Path]:
             model_fingerprint=costs.model_fingerprint,
             entries=tuple(entry for entry in costs.entries if entry.device_kind == kind),
             links=tuple(link for link in costs.links if link.source_kind == kind),
+            sums=tuple(one for one in costs.sums if one.kinds[0] == kind),
             versions={**costs.versions, _KERNELS: _mark(kind)},
         )
         path = _path(costs.model_fingerprint, kind)

@@ -9,6 +9,7 @@ by device (planner/problem/stage_memory.py); its own memory is that of all toget
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +32,11 @@ RATES = {
 }
 """Rates of a device's kind -> the share of them that it reaches."""
 
+MOST_TOGETHER = 8
+"""Devices of a group that is looked for, at most."""
+MOST_SETS = 40
+"""Sets of devices that are looked at as groups."""
+
 Parts = tuple[int, int]
 """Weights of attention, and of MLPs."""
 
@@ -39,7 +45,7 @@ def joined(cluster: Cluster, shares: Sequence[int], spec: ModelSpec) -> Cluster:
     """Return a cluster whose nodes' devices are groups of as many as there are shares.
 
     Neighbours make a group, even shares only of devices that are alike; those left over stay as
-    they are. A CPU is divided by the shares. `ValueError` where no node has a group.
+    they are. A CPU is divided by the shares where its node has too few CPUs for a group. `ValueError` where no node has a group.
     """
     devices = [
         device
@@ -60,6 +66,63 @@ def joined(cluster: Cluster, shares: Sequence[int], spec: ModelSpec) -> Cluster:
             f"{' that are alike' if even else ''}, got {kinds}; {remedy}"
         )
     return cluster.grouped(devices)
+
+
+def use_sets(counts: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return how many of each kind of a node's devices may be in a group.
+
+    Of few kinds first, of these all devices of a kind, or two, four, eight.
+    """
+    most = [range(min(count, MOST_TOGETHER) + 1) for count in counts]
+    found = [use for use in itertools.product(*most) if 2 <= sum(use) <= MOST_TOGETHER]
+    return sorted(found, key=lambda use: use_order(use, counts))
+
+
+def use_order(use: Sequence[int], counts: Sequence[int]) -> tuple[object, ...]:
+    """Return what sorts sets of devices."""
+    size, kinds = sum(use), sum(count > 0 for count in use)
+    whole = all(not own or own == count for own, count in zip(use, counts, strict=True))
+    return kinds > 1, not (whole or size & (size - 1) == 0), size, [-count for count in use]
+
+
+def group_kinds(devices: Sequence[Device]) -> list[tuple[str, ...]]:
+    """Return the profile kinds, sorted, of the sets of a node's devices that may share stages."""
+    found: dict[tuple[str, ...], None] = {}
+    for counts in _kinds_of_nodes(devices):
+        kinds = sorted(counts)
+        for use in use_sets([counts[kind] for kind in kinds])[:MOST_SETS]:
+            own = zip(kinds, use, strict=True)
+            found[tuple(kind for kind, count in own for _ in range(count))] = None
+    return list(found)
+
+
+def default_shares(devices: Sequence[Device]) -> list[tuple[int, ...]]:
+    """Return the shares by whose parts of layers those of all groups of a node's devices are known.
+
+    Alike devices have even shares. Unlike ones may have any: those between are interpolated.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for counts in _kinds_of_nodes(devices):
+        most = min(sum(counts.values()), MOST_TOGETHER)
+        if len(counts) > 1:
+            found |= dict.fromkeys(((1,) * 2, (1,) * 4, (1,) * 8, (3, 1)))
+        elif most > 1:
+            sizes = sorted({*(n for n in (2, 4, 8) if n <= most), most})
+            found |= dict.fromkeys((1,) * n for n in sizes)
+    return list(found)
+
+
+def _kinds_of_nodes(devices: Sequence[Device]) -> list[Counter[str]]:
+    """Return how many devices of each profile kind nodes have."""
+    nodes: dict[str, Counter[str]] = {}
+    for device in devices:
+        nodes.setdefault(device.node, Counter())[device.profile_kind] += 1
+    return list(nodes.values())
+
+
+def is_cut(spec: ModelSpec, shares: tuple[int, ...]) -> bool:
+    """Whether every device with one of these shares has less than the whole of a layer."""
+    return all(one.own.layer_params < spec.layer_params for one in members_of(spec, shares))
 
 
 def crowded_notes(cluster: Cluster) -> list[str]:
@@ -108,13 +171,14 @@ def _grouped(
     devices: Sequence[Device], shares: tuple[int, ...], cluster: Cluster, spec: ModelSpec
 ) -> Iterator[Device]:
     left = list(devices)
+    divides = sum(device.spec.is_cpu for device in devices) < len(shares)
     while left:
-        if left[0].spec.is_cpu:
+        if left[0].spec.is_cpu and divides:
             yield _divided(left.pop(0), shares, spec)
             continue
         run = left[: len(shares)]
         alike = len({device.kind for device in run}) == 1
-        whole = len(run) == len(shares) and not any(device.spec.is_cpu for device in run)
+        whole = len(run) == len(shares) and len({device.spec.is_cpu for device in run}) == 1
         if whole and (alike or len(set(shares)) > 1):
             yield together(run, shares, cluster, spec)
             left = left[len(run) :]
@@ -150,7 +214,7 @@ def _group(
     oldest = next((one for one in devices if not one.spec.drives_tensor_cores), first)
     if link.gbps >= PEER_GBPS:
         link = link.model_copy(update={"latency_us": min(link.latency_us, PEER_SUM_US)})
-    parts = [_parts(member.own) for member in members_of(spec, shares)]
+    parts = [weight_parts(member.own) for member in members_of(spec, shares)]
     of_spec: dict[str, object] = {
         name: min(getattr(device.spec, name) for device in devices) for name in RATES.values()
     }
@@ -160,7 +224,7 @@ def _group(
         of_spec[name] = None
         if None not in known:
             each = [rate * own for rate, own in zip(known, reached, strict=True)]
-            of_spec[name] = _rate(_parts(spec), parts, each) / float(str(of_spec[efficiency]))
+            of_spec[name] = _rate(weight_parts(spec), parts, each) / float(str(of_spec[efficiency]))
     memory = sum(device.limit_bytes for device in devices)
     of_spec |= {"memory": memory, "reserve": 0, "sms": None}
     kind = _kind_of([device.kind for device in devices], shares)
@@ -202,7 +266,7 @@ def members_of(spec: ModelSpec, shares: tuple[int, ...]) -> tuple[Member, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _parts(spec: ModelSpec) -> Parts:
+def weight_parts(spec: ModelSpec) -> Parts:
     """Return the weights of attention (or another mixer) and of the MLPs, all layers' mean."""
     kinds = Counter(map(spec.of_layer, range(spec.num_layers)))
     found = [0, 0]

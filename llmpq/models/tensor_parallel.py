@@ -29,6 +29,9 @@ UNITS = (128, 64, 32)
 SMALL_UNITS = (16, 8, 4, 2, 1)
 """The same of MLPs that are too narrow for those."""
 
+MAX_JOINED, MAX_SHARE = 64, 10_000
+"""Most devices of a stage; most that a share may be."""
+
 Runs = tuple[tuple[int, int], ...]
 """Half-open ranges, one behind the other."""
 
@@ -215,6 +218,27 @@ class Member:
         found = {f"{up}.{kind}": PartSlice(rows=rows) for kind in ("weight", "bias")}
         found[f"{owner}down.weight"] = PartSlice(columns=(own.start, own.stop))
         return found | ({f"{owner}down.bias": PartSlice(zeros=True)} if self.index > 0 else {})
+
+
+def shares_text(shares: Sequence[int]) -> str:
+    """Return shares as they are typed: `2` of even ones, `3:1`."""
+    return str(len(shares)) if len(set(shares)) == 1 else ":".join(map(str, shares))
+
+
+def parse_shares(text: str | None) -> tuple[int, ...]:
+    """Read `2`, devices that share stages evenly, or their shares, `3:1`; none of one device."""
+    if text is None:
+        return ()
+    parts = text.split(":")
+    if not all(part.isdecimal() and 0 < int(part) <= MAX_SHARE for part in parts):
+        raise ValueError(
+            f"--tensor-parallel must be a number of devices, such as 2, or their shares, such as "
+            f"3:1, got '{text}'"
+        )
+    shares = tuple(map(int, parts)) if len(parts) > 1 else (1,) * int(text)
+    if len(shares) > MAX_JOINED:
+        raise ValueError(f"--tensor-parallel {text}: at most {MAX_JOINED} devices share a stage")
+    return shares if len(shares) > 1 else ()
 
 
 def apportioned(units: int, shares: Sequence[int]) -> list[range]:

@@ -257,7 +257,7 @@ def _best_of_all(
     ):
         return best, found
     if found.topology is not None:
-        if found.found.counted <= found.known.bound * (1 + TOPOLOGY_GAP):
+        if found.found.value <= found.known.bound * (1 + TOPOLOGY_GAP):
             return best, found
         hurried = replace(options, time_limit_s=options.time_limit_s * AGAIN_SHARE)
         better = pipeline_below(problem, best, hurried, path, found)

@@ -10,7 +10,7 @@ from llmpq.planner.cli.alternatives import PROVEN_GAP, Speed, not_used
 from llmpq.planner.cli.report import bits_text, loss_lines, warnings_of
 from llmpq.planner.solving.answer import TIE, Answer, TopologyAnswer
 from llmpq.planner.solving.plan_search import CUT
-from llmpq.planner.solving.topology_search import GROUP_GAIN, TOPOLOGY_GAP
+from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
 from llmpq.plans.plan import Plan
 from llmpq.plans.topology import Topology
 from llmpq.units import format_size, shown, shown_loss
@@ -67,11 +67,13 @@ def _searched(found: TopologyAnswer) -> list[str]:
     kinds, left_out = found.found.groups, found.found.groups_left_out
     if not kinds + left_out:
         return []
-    more = f", {left_out} more sets of devices were not" if left_out else ""
+    more = f"; {left_out} more sets of devices were not" if left_out else ""
+    measured = found.found.groups_measured
+    of = f"{measured} with measured, the others with" if 0 < measured < kinds else "with"
+    costs = "measured" if measured == kinds else "estimated"
     return [
-        f"tensor parallel: {kinds} kinds of groups of a node's devices searched as stages{more}; "
-        f"plans with them are taken where they are {GROUP_GAIN - 1:.0%} better, for what sums "
-        "between devices take is estimated"
+        f"tensor parallel: {kinds} kinds of groups of a node's devices searched as stages, "
+        f"{of} {costs} costs{more}"
     ]
 
 

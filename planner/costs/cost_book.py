@@ -134,6 +134,10 @@ class CostBook:
             for phase in (Phase.PREFILL, Phase.DECODE)
         )
 
+    def measures(self, device: Device) -> bool:
+        """Whether a device is of a kind that was measured."""
+        return self.profile is not None and device.profile_kind in self.profile.device_kinds
+
     def factor(self, device: Device) -> float:
         """Return the factor on a device's times."""
         return self.scale.get(device.name, 1.0) * self.scale.get(device.profile_kind, 1.0)

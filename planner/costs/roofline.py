@@ -38,11 +38,11 @@ from typing import Any
 import numpy as np
 
 from llmpq.costs.cost_model import CostModel, LatencyEntry, Part, Phase, Regime
-from llmpq.devices.cluster import Device, Link
+from llmpq.devices.cluster import Device
 from llmpq.devices.device_spec import DeviceSpec
-from llmpq.devices.joined_devices import PEER_GBPS
 from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import as_group_128
+from llmpq.planner.costs.sum_times import estimated_sum, sums_of_layer, with_sums
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.sizes.attended_keys import (
     chosen_keys,
@@ -70,10 +70,6 @@ bytes for nibbles and for their order, then float32 (counted in weights/quantize
 ADDS_SHARE = 0.35
 """Share of the float32 rate at which Volta multiplies few rows of x by packed words: a V100's by
 its multiprocessors and clocks, from an H200's times (docs/lab-book/kernels.md)."""
-PAIR_SUM_GBPS, SUM_GBPS = 32.0, 14.0
-"""Rates at which sums of decoded tokens pass through the host's bridge at most, over two GPUs that
-are no peers and over more: as of two and four RTX 3090 on PCIe 3.0 x16 (docs/lab-book/planner.md).
-Of prompts, whose sums are of more bytes, they pass at the link's."""
 KNOT_ERROR = 0.005
 """Share by which the polyline of the experts hit may stay below the curve, which is concave."""
 DEQUANT_SLOWDOWN = 1.1
@@ -342,8 +338,7 @@ def _prefill(
         },
         curve=_sum(_over(experts, speed), dense) if packed else (),
     )
-    link = device.sum_link
-    regimes = [_with_sums(one, spec, device, link, width, "v*s") for one in (memory, compute)]
+    regimes = [_with_sums(one, spec, device, width, Phase.PREFILL) for one in (memory, compute)]
     if not device.spec.is_cpu:
         captured = float(CAPTURED_TOKENS)
         regimes.append(
@@ -383,36 +378,17 @@ def _decode(
     adds = _adds(spec, device, precision, dtype, coded)
     if adds:
         regimes.append(Regime(terms={"1": floor, **reading}, curve=adds))
-    link = _decoding_link(device)
-    summed = [_with_sums(regime, spec, device, link, width, "v") for regime in regimes]
+    summed = [_with_sums(regime, spec, device, width, Phase.DECODE) for regime in regimes]
     entry = _entry(device, "layer", Phase.DECODE, precision, dtype, *summed, kv=kv)
     return _unpadded(spec, _of_chosen_keys(spec, device, entry))
 
 
-def _decoding_link(device: Device) -> Link | None:
-    """Return the link of devices that share a stage as sums of few bytes pass it."""
-    link = device.sum_link
-    if link is None or link.gbps >= PEER_GBPS or device.joined[0].spec.is_cpu:
-        return link
-    most = PAIR_SUM_GBPS if len(device.joined) == 2 else SUM_GBPS
-    return link.model_copy(update={"gbps": min(link.gbps, most)})
-
-
-def _with_sums(
-    regime: Regime, spec: ModelSpec, device: Device, link: Link | None, width: int, tokens: str
-) -> Regime:
-    """Return what a layer takes with its two sums over devices that share it.
-
-    Each takes the link's latency, and a ring's share of the tokens' hidden states at its rate.
-    """
-    count = len(device.shares)
-    if link is None or count < 2:
+def _with_sums(regime: Regime, spec: ModelSpec, device: Device, width: int, phase: Phase) -> Regime:
+    """Return what a layer takes with its sums over devices that share it."""
+    if len(device.shares) < 2:
         return regime
-    sent = 2.0 * (count - 1) / count * spec.hidden * width
-    fixed_s = 2 * link.seconds(0)
-    added = {"1": fixed_s, tokens: 2 * link.seconds(sent) - fixed_s}
-    terms = {term: regime.terms.get(term, 0.0) + s for term, s in added.items()}
-    return regime.model_copy(update={"terms": {**regime.terms, **terms}})
+    count = sums_of_layer(spec, device.shares)
+    return with_sums(regime, estimated_sum(device, phase), spec.hidden * width, count)
 
 
 def _of_chosen_keys(spec: ModelSpec, device: Device, entry: LatencyEntry) -> LatencyEntry:

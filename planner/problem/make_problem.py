@@ -28,7 +28,9 @@ from llmpq.devices.default_dtype import (
 from llmpq.devices.joined_devices import crowded_notes, joined, members_of
 from llmpq.devices.this_machine import assumed, is_this_machine
 from llmpq.models.model_spec import ModelSpec
+from llmpq.models.tensor_parallel import parse_shares
 from llmpq.planner.costs.cost_book import CostBook, alone_kinds
+from llmpq.planner.costs.group_costs import unmeasured_groups, with_groups_measured
 from llmpq.planner.costs.probed import estimated_costs, outdated_rates, rates_for
 from llmpq.planner.problem import limits
 from llmpq.planner.problem.checkpoint_codes import (
@@ -140,7 +142,8 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
     spec, cluster, workload = inputs.spec, inputs.cluster, inputs.workload
     if inputs.shares:
         cluster = joined(cluster, inputs.shares, spec)
-    profile, source = inputs.profile, inputs.source
+    source = inputs.source
+    profile = with_groups_measured(inputs.profile, cluster.devices, spec)
     kvs = inputs.kvs or (workload.kv,)
     kept = None
     if source is not None and tells_layers(source):
@@ -272,6 +275,8 @@ def make_problem(
         + [*built.notes]
         + built.cost_notes(workload)
     )
+    if request.tensor_parallel is None:
+        notes += unmeasured_groups(profile, cluster.devices, spec)
     return built.problem, path, notes
 
 
@@ -515,26 +520,6 @@ def _listed(text: str, flag: str, example: str) -> list[str]:
     if not parts:
         raise ValueError(f"{flag} is empty; expected bits such as {example}, or leave it out")
     return parts
-
-
-def parse_shares(text: str | None) -> tuple[int, ...]:
-    """Read `2`, devices that share stages evenly, or their shares, `3:1`; none of one device."""
-    if text is None:
-        return ()
-    parts = text.split(":")
-    if not all(part.isdecimal() and 0 < int(part) <= MAX_SHARE for part in parts):
-        raise ValueError(
-            f"--tensor-parallel must be a number of devices, such as 2, or their shares, such as "
-            f"3:1, got '{text}'"
-        )
-    shares = tuple(map(int, parts)) if len(parts) > 1 else (1,) * int(text)
-    if len(shares) > MAX_JOINED:
-        raise ValueError(f"--tensor-parallel {text}: at most {MAX_JOINED} devices share a stage")
-    return shares if len(shares) > 1 else ()
-
-
-MAX_JOINED, MAX_SHARE = 64, 10_000
-"""Most devices of a stage; most that a share may be."""
 
 
 def parse_kv(text: str) -> tuple[KVPrecision, ...]:

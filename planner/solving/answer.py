@@ -180,7 +180,7 @@ def _score_of(found: TopologyAnswer, options: SolveOptions) -> float:
     """Return the score of a topology, or of the pipeline where it is not bettered."""
     if found.topology is None:
         return _score_in_waves(found.pipeline, options)
-    return math.log(found.found.gain) + score(found.pipeline, found.topology.predicted, options)
+    return score(found.pipeline, found.topology.predicted, options)
 
 
 def _score_in_waves(one: Answer, options: SolveOptions) -> float:
@@ -270,8 +270,7 @@ def _topology_at(
     topology = _topology(problem, found, plans, options, theta) if plans else None
     if topology is not None and exactly in (None, 1) and best.waves == 1:
         least = _reported(best.plan, 1, theta)
-        gain = found.gain
-        most = max(_reported(one.plan, gain * one.waves, theta) for one in topology.engines)
+        most = max(_reported(one.plan, one.waves, theta) for one in topology.engines)
         if most >= least:  # step by step it is not better
             topology = None
     answered = TopologyAnswer(
@@ -279,7 +278,7 @@ def _topology_at(
     )
     if not found.alone:
         return answered
-    apart = replace(found, engines=found.alone, value=found.alone_value, gain=1.0, alone=())
+    apart = replace(found, engines=found.alone, value=found.alone_value, alone=())
     plans = tuple(_engine_answer(problem, one, options, path, None) for one in apart.engines)
     topology = _topology(problem, apart, plans, options, theta)
     alone = replace(answered, topology=topology, plans=plans, found=apart)
@@ -314,7 +313,7 @@ def pipeline_below(
     """Return a pipeline that is better than the topology found; None where none was found."""
     assert found.topology is not None, "there is one to better"
     theta = found.theta
-    fixed, below = replace(options, prefer=None), found.found.counted
+    fixed, below = replace(options, prefer=None), found.found.value
     try:
         solved = plan_in_child(problem.with_changes(theta=theta), fixed, ceiling=below)
     except DoesNotFitError:  # or none that is better

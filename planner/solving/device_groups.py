@@ -14,21 +14,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from llmpq.devices.cluster import Device
-from llmpq.devices.joined_devices import group_of, members_of, together
+from llmpq.devices.joined_devices import (
+    MOST_SETS,
+    group_of,
+    is_cut,
+    members_of,
+    together,
+    use_order,
+    use_sets,
+)
 from llmpq.models.tensor_parallel import Member
+from llmpq.planner.costs.group_costs import is_measured, with_groups_measured
 from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import Place, count_vectors
 from llmpq.precision import KVPrecision
 
-MOST_TOGETHER = 8
-"""Devices of a group at most."""
 MOST_SHARE = 8
 """The largest share, the smallest being 1."""
 MOST_WITH_GROUPS = 400
 """Engines up to which groups are added."""
-MOST_SETS = 40
-"""Sets of devices that are looked at as groups."""
 BEST_SHARES = 3
 """Ways to share that are kept for a set of unlike devices."""
 
@@ -49,7 +54,8 @@ class WithGroups:
 def with_groups(p: Problem, kvs: Sequence[KVPrecision]) -> WithGroups | None:
     """Return the problem with groups among its devices; None where none can be.
 
-    None of devices with measured costs: a group's are estimated, and would be compared with those.
+    Of devices with measured costs those whose costs as a group are measured, too; of others those
+    whose are all estimated: an estimate is not compared with measured times.
     """
     counts = [cls.count for cls in p.classes]
     if not may_group(p):
@@ -83,14 +89,18 @@ def may_group(p: Problem) -> bool:
 def _may_join(p: Problem) -> Iterator[int]:
     """Yield the classes whose devices may be in groups with another one.
 
-    None of CPUs, and none that share the memory of their host: these are machines by themselves.
+    None of CPUs, and none that share the memory of their host: these are machines by themselves,
+    unless their sums are measured.
     """
-    measured = () if p.costs.profile is None else p.costs.profile.device_kinds
+    profile = p.costs.profile
+    summed = set[str]() if profile is None else {kind for s in profile.sums for kind in s.kinds}
 
     def can(device: Device) -> bool:
-        spec = device.spec
-        runs = spec.export_only is None and not spec.is_cpu and spec.host_share is None
-        return runs and device.profile_kind not in measured
+        if device.spec.export_only is not None:
+            return False
+        if p.costs.measures(device):
+            return device.profile_kind in summed
+        return not device.spec.is_cpu and device.spec.host_share is None
 
     able = Counter(device.node for device in p.cluster.devices if can(device))
     for number, cls in enumerate(p.classes):
@@ -109,23 +119,18 @@ def _sets(p: Problem) -> list[tuple[int, ...]]:
         nodes.setdefault(p.classes[number].first.node, []).append(number)
     found: list[tuple[int, ...]] = []
     for own in nodes.values():
-        counts = [min(p.classes[c].count, MOST_TOGETHER) for c in own]
-        for chosen in itertools.product(*(range(count + 1) for count in counts)):
-            if 2 <= sum(chosen) <= MOST_TOGETHER:
-                of_class = dict(zip(own, chosen, strict=True))
-                found.append(tuple(of_class.get(c, 0) for c in range(len(p.classes))))
-    return sorted(found, key=lambda use: _order(p, use))
-
-
-def _order(p: Problem, use: Sequence[int]) -> tuple[object, ...]:
-    size, kinds = sum(use), sum(count > 0 for count in use)
-    whole = all(not count or count == cls.count for count, cls in zip(use, p.classes, strict=True))
-    return kinds > 1, not (whole or size & (size - 1) == 0), size, [-count for count in use]
+        for chosen in use_sets([p.classes[c].count for c in own]):
+            of_class = dict(zip(own, chosen, strict=True))
+            found.append(tuple(of_class.get(c, 0) for c in range(len(p.classes))))
+    counts = [cls.count for cls in p.classes]
+    return sorted(found, key=lambda use: use_order(use, counts))
 
 
 def _ways(p: Problem, use: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the shares of one device of each class that are worth trying; even ones of one."""
     own = [c for c, count in enumerate(use) if count]
+    if not _agree(p, _of(p, use, _by_class(use, (1,) * len(own)))):
+        return []
     if len(own) == 1:
         group = _of(p, use, _by_class(use, (1,)))
         return [_by_class(use, (1,))] if _is_cut(p, group) else []
@@ -143,6 +148,12 @@ def _ways(p: Problem, use: Sequence[int]) -> list[tuple[int, ...]]:
     if _is_whole(p, use) and even in tried.values() and even not in found:
         found.append(even)
     return found
+
+
+def _agree(p: Problem, group: Device) -> bool:
+    """Whether a group's costs are as its devices' are: all measured, or all estimated."""
+    own = list(map(p.costs.measures, group.joined))
+    return is_measured(p.costs.profile, group, p.spec) if all(own) else not any(own)
 
 
 def _tried(p: Problem, own: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -185,11 +196,8 @@ def _by_class(use: Sequence[int], shares: Sequence[int]) -> tuple[int, ...]:
 
 def _is_cut(p: Problem, group: Device) -> bool:
     """Whether every device has less than the whole of a layer, and can store its part."""
-    whole, outliers = p.spec.layer_params, p.quantization.outliers
-    return all(
-        m.own.layer_params < whole and m.has_few_bits(outliers)
-        for m in members_of(p.spec, group.shares)
-    )
+    members, outliers = members_of(p.spec, group.shares), p.quantization.outliers
+    return is_cut(p.spec, group.shares) and all(m.has_few_bits(outliers) for m in members)
 
 
 def _measures(p: Problem, group: Device) -> Measures:
@@ -227,6 +235,7 @@ def _among(p: Problem, devices: Sequence[Device], kvs: Sequence[KVPrecision]) ->
     known = {entry.device_kind for entry in p.costs.estimate.entries}
     groups = [d for d in devices if d.joined and d.profile_kind not in known]
     estimate = p.costs.estimate
+    profile = with_groups_measured(p.costs.profile, groups, p.spec)
     if groups:
         estimate = estimate.merged(
             estimate_costs(
@@ -239,7 +248,8 @@ def _among(p: Problem, devices: Sequence[Device], kvs: Sequence[KVPrecision]) ->
             )
         )
     return p.with_changes(
-        cluster=p.cluster.grouped(devices), costs=replace(p.costs, estimate=estimate)
+        cluster=p.cluster.grouped(devices),
+        costs=replace(p.costs, estimate=estimate, profile=profile),
     )
 
 

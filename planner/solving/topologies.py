@@ -53,10 +53,7 @@ class FoundTopology:
     """None: nothing was found that is better than the known pipeline."""
     value: float
     bound: float
-    """No topology has a lower value; where this one has no shared stages, none that has them has
-    GROUP_GAIN times a lower one."""
-    gain: float
-    """How many times longer it is counted to take, where it is compared with others."""
+    """No topology has a lower value."""
     seconds: float
     simple: Mapping[str, Simple | None]
     """`card`: the best single device, `node`: an engine a node, where there are several, `each`: an
@@ -64,6 +61,8 @@ class FoundTopology:
     whose devices all share every layer evenly; None where none fits."""
     groups: int = 0
     """Kinds of groups of devices that were looked at as stages in tensor parallel."""
+    groups_measured: int = 0
+    """Of these, how many have measured costs."""
     groups_left_out: int = 0
     """Sets of devices that were not."""
     alone: tuple[FoundEngine, ...] = ()
@@ -79,11 +78,6 @@ class FoundTopology:
     most: tuple[tuple[Vector, int], ...] = ()
     """Rows that each engine of stages of one device may do below the bound, as is proven; none
     where not all engines are listed."""
-
-    @property
-    def counted(self) -> float:
-        """The value by which it is compared with others."""
-        return self.gain * self.value
 
 
 def best_topology(
@@ -131,7 +125,6 @@ def _best_topology(
         alone_value=max((one.price.value for one in alone), default=math.inf),
         value=found.value,
         bound=found.bound,
-        gain=found.gain,
         seconds=found.seconds,
         simple={
             "card": card,
@@ -141,8 +134,9 @@ def _best_topology(
             "shared": _best_shared(search),
         },
         groups=len(search.vectors.groups),
+        groups_measured=sum(map(among.costs.measures, search.vectors.groups.values())),
         groups_left_out=0 if grouped is None else grouped.left_out,
-        most=() if found.gain > 1 else search.most_of_each(found.bound),
+        most=search.most_of_each(found.bound),
     )
 
 

@@ -36,9 +36,6 @@ CEILING_STEP, MOST_ABOVE = 1.25, 100.0
 """Steps in which engines that must be there are looked for above the value of one pipeline."""
 MOST_ROUNDS = 2000
 HALVINGS = 30
-GROUP_GAIN = 1.05
-"""How many times as good topologies with stages that devices share must be as those without: what
-sums between devices take is estimated from links, not measured."""
 NEARLY = 1.06
 """How many times as long engines that send nothing may take as a best that does, to be known beside
 it: predictions of pipelines were up to 5.6 % off (docs/lab-book/runtime.md)."""
@@ -70,10 +67,7 @@ class SearchedTopology:
     engines: tuple[ChosenEngine, ...]
     value: float
     bound: float
-    """No topology has a lower value; where this one has no groups, none that has them has
-    GROUP_GAIN times a lower one."""
-    gain: float = 1.0
-    """How many times longer it is counted to take, where it is compared: GROUP_GAIN with groups."""
+    """No topology has a lower value."""
     seconds: float = 0.0
 
 
@@ -199,33 +193,24 @@ class TopologySearch:
     def run(self) -> SearchedTopology:
         """Search; return the best topology. Without engines it is the known pipeline.
 
-        First of stages of one device, as if there were no groups; then of all, but with groups it
-        has to be GROUP_GAIN times as good.
+        First of stages of one device, as if there were no groups; then of all.
         """
         self._seed()
-        proven = self._improve(self._plain)
-        value, bound = self.value, self._target if proven else self.bound(self._plain)
-        shares = bool(self.vectors.groups) and self._with_groups()
+        engines = self._plain
+        proven = self._improve(engines)
         if self.vectors.groups:
-            with_groups = self._target if self._all_proven else self.bound(self.vectors.vectors)
-            bound = with_groups if shares else min(bound, with_groups * GROUP_GAIN)
-        value = self.value if shares else value
+            engines = self.vectors.vectors
+            self._ceiling = self._first_ceiling
+            self.prices.deadline_s = now_s() + self._limit_s * TOPOLOGY_SHARE
+            self._try_groups()
+            proven = self._improve(engines)
+        bound = self._target if proven else self.bound(engines)
         return SearchedTopology(
             engines=self.best or (),
-            value=value,
-            bound=min(bound, value),
-            gain=GROUP_GAIN if shares else 1.0,
+            value=self.value,
+            bound=min(bound, self.value),
             seconds=self._timer.seconds,
         )
-
-    def _with_groups(self) -> bool:
-        """Look for topologies with groups that are GROUP_GAIN times as good; whether one is."""
-        before, self.value = self.best, self.value / GROUP_GAIN
-        self._ceiling = self._first_ceiling = self._first_ceiling / GROUP_GAIN
-        self.prices.deadline_s = now_s() + self._limit_s * TOPOLOGY_SHARE
-        self._try_groups()
-        self._all_proven = self._improve(self.vectors.vectors)
-        return self.best is not before
 
     @property
     def _plain(self) -> list[Vector]:

@@ -274,8 +274,8 @@ def _topology(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
         "work_s": found.work_s,
         "cut": found.cut,
         "simple": found.simple,
-        "gain": found.gain,
         "groups": found.groups,
+        "groups_measured": found.groups_measured,
         "groups_left_out": found.groups_left_out,
         "most": found.most,
     }

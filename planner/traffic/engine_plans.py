@@ -23,7 +23,6 @@ from llmpq.planner.solving.count_vectors import Place
 from llmpq.planner.solving.device_groups import on_places
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import best_plan
-from llmpq.planner.solving.topology_search import GROUP_GAIN
 from llmpq.planner.traffic.steady_state import MeanLengths, SteadyState, best_state
 from llmpq.plans.plan import ClusterRef, Plan
 from llmpq.service_measures import ServiceLimits
@@ -42,11 +41,6 @@ class EnginePlan:
     step_tokens: int
     places: tuple[Place, ...]
     """Devices, and groups that share stages, that it was planned for; stages may be on fewer."""
-
-    @property
-    def gain(self) -> float:
-        """How many times better it must be than others: times of shared stages are estimated."""
-        return GROUP_GAIN if any(stage.shares for stage in self.plan.stages) else 1.0
 
     @property
     def loss(self) -> float:

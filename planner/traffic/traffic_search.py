@@ -78,8 +78,7 @@ class Valued:
             gives = 1 / max(self.served.latency_s.mean, 1e-12)
         elif objective == "throughput":
             gives = self.rate.measures.output_tokens_per_s
-        gain = max(one.gain for one in self.engines)
-        return kept, math.log(max(gives / gain, 1e-12)) - price * self.loss
+        return kept, math.log(max(gives, 1e-12)) - price * self.loss
 
     @property
     def loss(self) -> float:
@@ -429,7 +428,7 @@ def _chosen(search: _Search) -> list[Vector]:
     for v in search.vectors.vectors:
         best = search.best_of(v)
         if best is not None:
-            rates[v] = best.steady.rate_per_s / best.gain
+            rates[v] = best.steady.rate_per_s
     if not rates:
         return []
     if search.objective == "latency":
@@ -446,7 +445,7 @@ def _latency(search: _Search, v: Vector) -> float:
     able = [one for one in plans if one.steady.rate_per_s >= rate] or plans
     output, price = search.planner.lengths.output, search.planner.price
     return min(
-        (one.steady.ttft_s + one.steady.tpot_s * output) * one.gain * math.exp(price * one.loss)
+        (one.steady.ttft_s + one.steady.tpot_s * output) * math.exp(price * one.loss)
         for one in able
     )
 
@@ -484,7 +483,7 @@ def _others(search: _Search, chosen: Sequence[Vector]) -> dict[int, list[Vector]
     if search.objective == "latency":
         return {}
     best = {v: one for v in search.vectors.vectors if (one := search.best_of(v))}
-    rates = {v: one.steady.rate_per_s / one.gain for v, one in best.items()}
+    rates = {v: one.steady.rate_per_s for v, one in best.items()}
     found = {}
     most, _ = search.vectors.most_rows(rates)
     for number in range(1, min(len(chosen) + 2, sum(search.vectors.counts)) + 1):

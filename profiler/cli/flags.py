@@ -57,6 +57,7 @@ class ProfileRequest:
     max_tokens: int | None
     job: str | None
     copies: int | None
+    tensor_parallel: str | None
     ray_address: str | None
     wait_nodes: float
     network_interface: str | None
@@ -169,6 +170,17 @@ def run_parser() -> CommandParser:
         default=1.0,
         only=sampled,
         help="sample among the likeliest tokens of this total probability",
+    )
+    shared = (
+        "also time parts of layers that so many devices share, and their sums (default: as the "
+        "GPUs of a node may share them; CPUs: none; 1: none)"
+    )
+    what.flag(
+        "--tensor-parallel",
+        daily=True,
+        also=("--tensor-parallel-size", "-tp"),
+        metavar="2,4,3:1",
+        help=shared,
     )
     much = parser.section("how much")
     much.flag("--quick", action="store_true", daily=True, help="few shapes, short repeats")

@@ -11,17 +11,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llmpq.commands.output_paths import check_files
-from llmpq.costs.cost_model import CostModel
+from llmpq.costs.cost_model import CostModel, Shares
 from llmpq.devices.cluster import Cluster, Device
 from llmpq.devices.default_dtype import default_dtype
+from llmpq.devices.joined_devices import default_shares, group_kinds, is_cut
 from llmpq.devices.this_machine import usable_cores
 from llmpq.errors import ExitCode
 from llmpq.missing_packages import require_modules
 from llmpq.models.model_spec import ModelSpec
+from llmpq.models.tensor_parallel import parse_shares, shares_text
 from llmpq.plans.capabilities import execution_modes, lacking_sentence, packed_kv_sentence
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.cli.flags import MergeRequest, ProfileRequest, job_lengths
-from llmpq.profiler.cli.tables import links_table, profile_tables
+from llmpq.profiler.cli.tables import links_table, profile_tables, sums_table
 from llmpq.profiler.timing.cases import Effort, Sampling, TimedCase, model_spec
 from llmpq.profiler.timing.latency_fit import FEWEST_SHAPES
 from llmpq.profiler.timing.profile_host import (
@@ -109,6 +111,8 @@ def make_job(
             lacking = packed_kv_sentence((d.kind, d.spec) for d in devices)
         if lacking is not None:
             raise ValueError(lacking)
+    kinds = {d.profile_kind for d in devices}
+    shares = _shares(request.tensor_parallel, spec, cluster)
     return ProfileJob(
         model=request.model,
         spec=spec,
@@ -138,7 +142,29 @@ def make_job(
         ),
         links=len(cluster.devices) > 1,
         cpu_activations=request.cpu_activations,
+        shares=shares,
+        groups=tuple(g for g in group_kinds(cluster.devices) if shares and kinds.issuperset(g)),
     )
+
+
+def _shares(text: str | None, spec: ModelSpec, cluster: Cluster) -> tuple[Shares, ...]:
+    """Return the shares of layers whose parts are timed: as asked, or those of a node's GPUs."""
+    if text is not None:
+        found = [parse_shares(part) for part in text.split(",")]
+        if len(cluster.devices) == 1 and any(found):
+            raise ValueError(
+                f"--tensor-parallel {text}: the cluster has one device, which shares stages with "
+                "no other; leave it out"
+            )
+    else:
+        found = list(default_shares([d for d in cluster.devices if not d.spec.is_cpu]))
+    for shares in found if text is not None else ():
+        if shares and not is_cut(spec, shares):
+            raise ValueError(
+                f"--tensor-parallel {shares_text(shares)}: layers of {spec.name} cannot be shared "
+                "so; take fewer devices"
+            )
+    return tuple(one for one in dict.fromkeys(found) if one and is_cut(spec, one))
 
 
 def _room(devices: tuple[Device, ...], spec: ModelSpec) -> int | None:
@@ -163,6 +189,8 @@ def report(outcome: HostProfile) -> None:
         console.print(table)
     if outcome.costs.links:
         console.print(links_table(outcome.costs))
+    if outcome.costs.sums:
+        console.print(sums_table(outcome.costs))
     for target in dict.fromkeys(case.target for case in outcome.failed):
         log.warning("left out %s: not all of its cases could be measured", target.title)
     for case, error in outcome.failed.items():
@@ -196,6 +224,7 @@ def _cases_of(job: ProfileJob, device: Device) -> tuple[TimedCase, ...]:
             dtype=job.dtype,
             precisions=job.precisions,
             kv=job.kv,
+            shares=job.shares,
         )
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.box import SIMPLE
 from rich.table import Table
 
@@ -9,6 +11,7 @@ from llmpq.costs.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.profiler.timing.cases import Target
 from llmpq.profiler.timing.profile_host import HostProfile
 from llmpq.sensitivity import Sensitivity
+from llmpq.units import format_size
 
 
 def profile_tables(outcome: HostProfile) -> list[Table]:
@@ -38,6 +41,20 @@ def links_table(costs: CostModel) -> Table:
     for link in costs.links:
         rate = f"{1e-9 / link.beta_s_per_byte:.2f} GB/s" if link.beta_s_per_byte else "no limit"
         table.add_row(link.source_kind, link.target_kind, format_time(link.alpha_s), rate)
+    return table
+
+
+def sums_table(costs: CostModel) -> Table:
+    """Return one line a group of devices: what a sum of few and of many bytes takes."""
+    table = Table(title="sums over devices that share a stage", box=SIMPLE)
+    table.add_column("devices")
+    for name in ("of one token", "of the most tokens"):
+        table.add_column(name, justify="right")
+    for one in costs.sums:
+        kinds = Counter(one.kinds)
+        devices = " + ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        (_, least), (size, most) = one.times[0], one.times[-1]
+        table.add_row(devices, format_time(least), f"{format_size(size)}: {format_time(most)}")
     return table
 
 
@@ -95,6 +112,7 @@ def _entry_cells(entry: LatencyEntry, noise: dict[Target, float]) -> tuple[str, 
         precision=entry.precision,
         kv=entry.kv,
         dtype=entry.dtype,
+        shares=entry.shares,
     )
     error, (v, length) = entry.held_out_error, _example(entry)
     assert error is not None and entry.sampled_v is not None

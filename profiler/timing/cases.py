@@ -13,9 +13,10 @@ from pydantic import Field
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import local_model
-from llmpq.costs.cost_model import Padding, Part, Phase
+from llmpq.costs.cost_model import Padding, Part, Phase, Shares
 from llmpq.file_form import FileForm
 from llmpq.models.model_spec import ModelSpec, builtin_name
+from llmpq.models.tensor_parallel import shares_text
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.memory import CpuActivations
 from llmpq.workload import Dtype
@@ -30,13 +31,16 @@ class Target(FileForm):
     precision: Precision = Precision.W16A16
     kv: KVPrecision = KVPrecision.KV16
     dtype: Dtype
+    shares: Shares = ()
+    """Of a layer that devices share, the first one's part by all shares; empty: all of it."""
 
     @property
     def title(self) -> str:
         """Return the short name shown beside the progress bar."""
         kv = "" if self.kv is KVPrecision.KV16 else f" {self.kv.value}"
         layer = f" {self.precision.value}{kv}" if self.part == "layer" else ""
-        return f"{self.device_kind} {self.part} {self.phase.value}{layer}"
+        part = f", part of {shares_text(self.shares)}" if self.shares else ""
+        return f"{self.device_kind} {self.part} {self.phase.value}{layer}{part}"
 
 
 class TimedCase(FileForm):
@@ -164,6 +168,26 @@ class LinkJob(FileForm):
     """Where the two meet, at `port`."""
     own: str | None = None
     """This end's address, if they are on two hosts."""
+
+
+class SumJob(FileForm):
+    """Line that makes children sum hidden states, as devices that share a stage do."""
+
+    rank: int = Field(ge=0)
+    count: int = Field(gt=1)
+    port: int
+    hidden: int = Field(gt=0)
+    """Size of one token's hidden states."""
+    dtype: Dtype
+    most_tokens: int = Field(gt=0)
+    """Of the largest sum."""
+
+
+class SumTimings(FileForm):
+    """Answer to `SumJob`: seconds of a sum by the bytes of the hidden states."""
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
 
 
 class Ready(FileForm):

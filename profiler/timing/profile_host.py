@@ -12,7 +12,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 
-from llmpq.costs.cost_model import CostModel, LatencyEntry, LinkCost, Phase, taken_length
+from llmpq.costs.cost_model import (
+    CostModel,
+    LatencyEntry,
+    LinkCost,
+    Phase,
+    Shares,
+    SumCost,
+    taken_length,
+)
 from llmpq.costs.kernel_sources import stage_mark
 from llmpq.devices.cluster import Cluster, Device
 from llmpq.errors import StageLostError, unknown_name
@@ -30,6 +38,7 @@ from llmpq.profiler.timing.cases import (
 )
 from llmpq.profiler.timing.compile_ahead import COMPILER_BYTES, compile_ahead
 from llmpq.profiler.timing.host_links import gpus_of, measure_links
+from llmpq.profiler.timing.host_sums import measure_sums
 from llmpq.profiler.timing.latency_fit import TARGET_ERROR, Point, fit_latency
 from llmpq.profiler.timing.sample_file import SampleLog
 from llmpq.profiler.timing.shape_grid import ShapeGrid, cases, fitted_terms
@@ -78,6 +87,10 @@ class ProfileJob:
     """Whether the cluster has links to time: more than one device."""
     cpu_activations: CpuActivations = "exact"
     """What CPUs multiply weights of few bits by."""
+    shares: tuple[Shares, ...] = ()
+    """Of layers that devices share, of which the first one's part is timed."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Profile kinds of devices whose sums are timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +104,7 @@ class HostProfile:
     failed: dict[TimedCase, str]
     """Cases that could not be measured, with the error; their targets are left out."""
     failed_links: tuple[str, ...] = ()
-    """Links that could not be measured."""
+    """Links, and sums over devices, that could not be measured."""
 
 
 OnCase = Callable[[TimedCase], None]
@@ -105,6 +118,7 @@ def run(job: ProfileJob, samples: SampleLog, on_case: OnCase) -> HostProfile:
     failed: dict[TimedCase, str] = {}
     versions: dict[str, str] = {"llmpq": __version__, "sampling": job.sampling.title}
     links: tuple[LinkCost, ...] = ()
+    sums: tuple[SumCost, ...] = ()
     failed_links: list[str] = []
     compiled = False  # shares of a GPU run the kernels of the whole one
     with ExitStack() as stack:
@@ -134,11 +148,24 @@ def run(job: ProfileJob, samples: SampleLog, on_case: OnCase) -> HostProfile:
                     failed=failed_links,
                 )
             )
+    if job.groups:
+        sums = tuple(
+            measure_sums(
+                job.groups,
+                job.devices,
+                lambda device: _set_up(job, device),
+                hidden=job.spec.hidden,
+                dtype=job.dtype,
+                most_tokens=job.grid.most_tokens,
+                failed=failed_links,
+            )
+        )
     costs = CostModel(
         model=job.spec.name,
         model_fingerprint=job.spec.fingerprint(),
         entries=tuple(entries),
         links=links,
+        sums=sums,
         versions=versions,
         cpu_activations=job.cpu_activations,
     )
@@ -259,6 +286,7 @@ def _take(
         dtype=job.dtype,
         precisions=job.precisions,
         kv=job.kv,
+        shares=job.shares,
     )
     conditions = conditions_of(
         device,
@@ -397,6 +425,7 @@ def fit_entry(target: Target, samples: Sequence[Sample], spec: ModelSpec) -> Lat
         precision=target.precision,
         kv=target.kv,
         dtype=target.dtype,
+        shares=target.shares,
         regimes=fit.regimes,
         padding=padding,
         padded_to=width,

@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from llmpq.costs.cost_model import Phase
+from llmpq.costs.cost_model import Phase, Shares
 from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.timing.cases import Target, TimedCase
@@ -61,6 +62,11 @@ class ShapeGrid:
     """(micro-batch size, tokens in the cache)."""
     verify_q: tuple[int, ...] = ()
     """New tokens of a request in a verify step."""
+
+    @property
+    def most_tokens(self) -> int:
+        """New tokens of the largest step."""
+        return max(v * length for v, length, _ in self.prefill)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,22 +220,25 @@ def cases(
     dtype: Dtype,
     precisions: Sequence[Precision],
     kv: Sequence[KVPrecision],
+    shares: Sequence[Shares] = (),
 ) -> list[TimedCase]:
-    """Return every case of one device kind, the cases of one target together."""
+    """Return every case of one device kind, the cases of one target together.
+
+    `shares`: of layers that devices share, of which the first one's part is timed, too.
+    """
     found: list[TimedCase] = []
     phases = (Phase.DECODE, *((Phase.VERIFY,) if grid.verify_q else ()), Phase.PREFILL)
-    for precision in precisions:
-        for kv_bits in kv:
-            for phase in phases:
-                target = Target(
-                    device_kind=device_kind,
-                    part="layer",
-                    phase=phase,
-                    precision=precision,
-                    kv=kv_bits,
-                    dtype=dtype,
-                )
-                found += _layer_cases(grid, target)
+    for own, precision, kv_bits, phase in product(((), *shares), precisions, kv, phases):
+        target = Target(
+            device_kind=device_kind,
+            part="layer",
+            phase=phase,
+            precision=precision,
+            kv=kv_bits,
+            dtype=dtype,
+            shares=own,
+        )
+        found += _layer_cases(grid, target)
     for part in ("embedding", "head"):
         for phase in phases:
             target = Target(device_kind=device_kind, part=part, phase=phase, dtype=dtype)

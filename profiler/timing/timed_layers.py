@@ -4,9 +4,10 @@ A layer is timed as a stage of a few distinct layers, so that one layer's weight
 cache that the real stage's layers share; the time is divided by their number. Steps are those that
 the scheduler makes: a chunk of each of v prompts, a decode step of v requests, a verify step of
 q tokens each. On a CPU a decode step of all layers is one call; a GPU replays the graph of a step,
-or computes a longer one as it comes. Where a model's layers mix tokens in unlike ways (recurrent
-layers beside attention), layers of each kind are timed by themselves, and a layer takes their mean,
-as plans take all layers to be equal.
+or computes a longer one as it comes. Of layers that devices share in tensor parallel the part of
+one is timed, without its sums. Where a model's layers mix tokens in unlike ways (recurrent layers
+beside attention), layers of each kind are timed by themselves, and a layer takes their mean, as
+plans take all layers to be equal.
 
 Legend: T tokens of a step, h hidden.
 """
@@ -18,18 +19,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from llmpq.costs.cost_model import Phase
 from llmpq.models.model_spec import ModelSpec
+from llmpq.models.tensor_parallel import Member
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.timing.cases import CaseTime, Effort, Sampling, Target, TimedCase
 from llmpq.profiler.timing.shape_grid import TIMED_LAYERS
 from llmpq.profiler.timing.stopwatch import time_call
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.build_stage import stage_over_pool
+from llmpq.runtime.links.member_links import AllReduce
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
+from llmpq.runtime.models.wiring import Split
 from llmpq.runtime.requests.request import PagedRow, StepKind, StepMessage
 from llmpq.runtime.requests.sampling_params import SamplerConfig
 from llmpq.runtime.steps.device_copies import arrived
@@ -132,11 +137,17 @@ class TimedModel:
     def num_layers(self, target: Target) -> int:
         """Return how many distinct layers are timed together."""
         one = layer_weight_bytes(
-            self.spec, target.precision, self.quantization, DTYPE_BYTES[target.dtype]
+            self._own(target), target.precision, self.quantization, DTYPE_BYTES[target.dtype]
         )
         together = STAGE_BYTES if self.device.type == "cpu" else 0
         wanted = min(max(TIMED_LAYERS, together // one), self._layers_bytes // one)
         return max(1, min(self.spec.num_layers, wanted))
+
+    def _own(self, target: Target) -> ModelSpec:
+        """Return the model that a device computes: of shared layers its part."""
+        if not target.shares:
+            return self.spec
+        return Member(spec=self.spec, shares=target.shares, index=0).own
 
     def _step(self, case: TimedCase, stage: StageModel) -> Callable[[], object]:
         """Return a step of one micro-batch on a stage with a pool of its own."""
@@ -176,10 +187,11 @@ class TimedModel:
         if self.device.type == "cpu" or case.new_tokens < self._one_layer_tokens:
             return stage
         first = [layer for layer in stage.layers if isinstance(layer, DecoderLayer)][:1]
-        return StageModel(self.spec, first, stage.embedding, stage.head)
+        ends = stage.embedding, stage.head
+        return StageModel(stage.spec, first, *ends, whole=stage.whole_spec, reduce=stage.reduce)
 
     def _stage(self, target: Target) -> StageModel:
-        key = (target.part, target.precision, target.dtype)
+        key = (target.part, target.precision, target.dtype, target.shares)
         if self._built is None or self._built[0] != key:
             self._built = None
             layers = self.num_layers(target) if target.part == "layer" else 0
@@ -187,6 +199,11 @@ class TimedModel:
         return self._built[1]
 
     def _build(self, target: Target, precisions: list[Precision]) -> StageModel:
+        split = None
+        if target.shares:
+            alone = AllReduce()
+            alone.connect(_OwnPart())
+            split = Split(Member(spec=self.spec, shares=target.shares, index=0), alone)
         stage = StageModel.build(
             self.spec,
             range(len(precisions)),
@@ -199,10 +216,27 @@ class TimedModel:
             head_precision=target.precision,
             source=RandomSource(self.spec, device=self.device),
             runner=backend_of(self.device).layers(),
+            split=split,
         )
         if self.device.type == "cpu" and self.quantization.cpu_activations == "int8":
             round_activations(stage)
         return stage
+
+
+class _OwnPart:
+    """In the place of a sum over devices what this one has: sums are timed by themselves."""
+
+    captures = True
+
+    def __call__(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the part, plus the residual."""
+        return part if residual is None else part.add_(residual)
+
+    def normed(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the part plus the residual, which the caller is to norm."""
+        return self(part, residual), None
 
 
 def kinds_of(spec: ModelSpec) -> dict[ModelSpec, int]:

@@ -1,7 +1,7 @@
 """The process that times: exactly the threads, GPU or share of a GPU a stage would have.
 
 A child process (`llmpq.child`): its first line is a `SetUp`, its calls time a `TimedCase` or do a
-part of a `LinkJob`.
+part of a `LinkJob` or a `SumJob`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from llmpq.child import serve_calls
-from llmpq.profiler.timing.cases import LinkJob, Ready, SetUp, TimedCase, model_spec
+from llmpq.profiler.timing.cases import LinkJob, Ready, SetUp, SumJob, TimedCase, model_spec
 from llmpq.profiler.timing.timed_layers import TimedModel
 from llmpq.sizes.memory import Quantization
 
-CALLS = ("ready", "time", "link", "lost")
+CALLS = ("ready", "time", "link", "sums", "lost")
 
 
 class TimedProcess:
@@ -54,6 +54,13 @@ class TimedProcess:
 
         asked = LinkJob.parse_data(job, where="link")
         return run_link(asked, self._device).model_dump(mode="json")
+
+    def sums(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Do its part of a `SumJob`."""
+        from llmpq.profiler.timing.sum_timings import run_sums
+
+        asked = SumJob.parse_data(job, where="sums")
+        return run_sums(asked, self._device).model_dump(mode="json")
 
     def lost(self) -> bool:
         """Return whether its GPU refuses this process all further work."""

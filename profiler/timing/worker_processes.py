@@ -29,9 +29,12 @@ from llmpq.profiler.timing.cases import (
     Ready,
     Sampling,
     SetUp,
+    SumJob,
+    SumTimings,
     TimedCase,
 )
 from llmpq.sizes.memory import CpuActivations
+from llmpq.workload import Dtype
 
 _TIMED = "llmpq.profiler.timing.timed_process"
 SUSTAIN_S = 0.1
@@ -56,9 +59,9 @@ class TimingProcess:
         self._child = Child(_TIMED, first, environment=env, capture_stderr=False)
         self._answer = self._child.call("ready")
 
-    def send(self, message: TimedCase | LinkJob, *more: object) -> None:
+    def send(self, message: TimedCase | LinkJob | SumJob, *more: object) -> None:
         """Send one job; `more`: what its call takes beside it."""
-        method = "link" if isinstance(message, LinkJob) else "time"
+        method = {LinkJob: "link", SumJob: "sums", TimedCase: "time"}[type(message)]
         self._answer = self._child.call(method, message.model_dump(mode="json"), *more)
 
     def receive(self, kind: type[Answer]) -> Answer:
@@ -170,6 +173,23 @@ def time_link(
     for child, job in zip((first, second), jobs, strict=True):
         child.send(job)
     return _receive_all((first, second), LinkTimings)[0]
+
+
+def time_sums(
+    children: Sequence[TimingProcess], *, hidden: int, dtype: Dtype, most_tokens: int
+) -> SumTimings:
+    """Return what sums over children that are ready take."""
+    first = SumJob(
+        rank=0,
+        count=len(children),
+        port=free_port(),
+        hidden=hidden,
+        dtype=dtype,
+        most_tokens=most_tokens,
+    )
+    for rank, child in enumerate(children):
+        child.send(first.model_copy(update={"rank": rank}))
+    return _receive_all(children, SumTimings)[0]
 
 
 def _receive_all(children: Sequence[TimingProcess], kind: type[Answer]) -> list[Answer]:

@@ -127,29 +127,50 @@ class AllReduce:
         """
         for stage in sorted({worker.stage for worker in workers if worker.shares}):
             ranks = [rank for rank, worker in enumerate(workers) if worker.stage == stage]
-            group = dist.new_group(ranks, backend="gloo", timeout=SUM_LIMIT)
-            on_gpu = not workers[ranks[0]].place.is_cpu
-            nccl = None
-            if on_gpu and "nccl" in kinds and dist.is_nccl_available():
-                nccl = dist.new_group(ranks, backend="nccl", timeout=SUM_LIMIT)
-            if index not in ranks:
-                continue
-            assert isinstance(group, dist.ProcessGroup)
-            self._hosts = group
-            if device is None:
-                self.connect(HostTotal(partial(_all_reduced, group)), "gloo")
-                continue
-            peer = None
-            if "peer" in kinds:
-                peer = _peer_sum(device, group, dtype, columns, ranks.index(index))
-            large = None
-            if isinstance(nccl, dist.ProcessGroup):
-                large = nccl if _agreed("NCCL", group, _nccl_trial(nccl, device)) else None
-            names = (("peer", peer), ("nccl", large))
-            found = [name for name, link in names if link is not None] or ["gloo"]
-            self.connect(GpuTotal(peer, large, group), *found)
-            if index == ranks[0]:
-                _log.info("sums over the devices of stage %d: %s", stage, ", ".join(found))
+            self.join_ranks(
+                ranks,
+                index,
+                on_gpu=not workers[ranks[0]].place.is_cpu,
+                device=device,
+                dtype=dtype,
+                columns=columns,
+                kinds=kinds,
+            )
+            if index == ranks[0] and device is not None:
+                _log.info("sums over the devices of stage %d: %s", stage, ", ".join(self.kinds))
+
+    def join_ranks(
+        self,
+        ranks: Sequence[int],
+        index: int,
+        *,
+        on_gpu: bool,
+        device: torch.device | None,
+        dtype: torch.dtype,
+        columns: int,
+        kinds: Sequence[str] = KINDS,
+    ) -> None:
+        """Connect the processes of these numbers, which are `on_gpu`; all processes call it."""
+        group = dist.new_group(list(ranks), backend="gloo", timeout=SUM_LIMIT)
+        nccl = None
+        if on_gpu and "nccl" in kinds and dist.is_nccl_available():
+            nccl = dist.new_group(list(ranks), backend="nccl", timeout=SUM_LIMIT)
+        if index not in ranks:
+            return
+        assert isinstance(group, dist.ProcessGroup)
+        self._hosts = group
+        if device is None:
+            self.connect(HostTotal(partial(_all_reduced, group)), "gloo")
+            return
+        peer = None
+        if "peer" in kinds:
+            peer = _peer_sum(device, group, dtype, columns, ranks.index(index))
+        large = None
+        if isinstance(nccl, dist.ProcessGroup):
+            large = nccl if _agreed("NCCL", group, _nccl_trial(nccl, device)) else None
+        names = (("peer", peer), ("nccl", large))
+        found = [name for name, link in names if link is not None] or ["gloo"]
+        self.connect(GpuTotal(peer, large, group), *found)
 
     def all_have(self, own: object) -> bool:
         """Whether all devices have something that this one may have; each asks it once."""

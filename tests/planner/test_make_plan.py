@@ -37,7 +37,7 @@ def test_devices_share_a_stage_where_one_engine_gains_by_it() -> None:
     alone = llmpq.make_plan("gemma-3-27b", **job, tensor_parallel=1)
     assert shared.predicted is not None and alone.predicted is not None
     assert shared.predicted.sum_omega <= alone.predicted.sum_omega
-    assert shared.predicted.total_s * 1.05 < alone.predicted.total_s
+    assert shared.predicted.total_s < alone.predicted.total_s
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from llmpq.planner.problem.limits import MOST_WAVES
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import Place
 from llmpq.planner.solving.device_groups import on_places, with_groups
-from llmpq.planner.solving.topology_search import GROUP_GAIN
 from reference.all_plans import best_of_all
 from reference.random_problems import random_problem
 
@@ -88,7 +87,7 @@ def _leading_first(p: Problem, names: tuple[str, ...], shares: tuple[int, ...]) 
 
 
 def best_topology_of_all(p: Problem) -> float:
-    """Return the least value of all topologies; with shared stages they count GROUP_GAIN times."""
+    """Return the least value of all topologies."""
     known: dict[tuple[object, ...], float] = {}
 
     def engine(places: list[Place], rows: int) -> float:
@@ -105,11 +104,10 @@ def best_topology_of_all(p: Problem) -> float:
     for engines in _placings(p, searched_ways(p)):
         if len(engines) > rows:
             continue
-        shares = any(not isinstance(place, str) for own in engines for place in own)
         for cuts in itertools.combinations(range(1, rows), len(engines) - 1) if engines else ():
             dealt = [b - a for a, b in itertools.pairwise((0, *cuts, rows))]
             each = (engine(own, n) for own, n in zip(engines, dealt, strict=True))
-            best = min(best, max(each) * (GROUP_GAIN if shares else 1.0))
+            best = min(best, max(each))
     return best
 
 

@@ -500,7 +500,7 @@ def _value(p: Problem, options: SolveOptions, engines: str) -> float:
         return math.inf
     if found is None or found.topology is None:
         return best.outcome.value
-    return found.found.counted
+    return found.found.value
 
 
 def _score(plan: Plan | Topology) -> float:

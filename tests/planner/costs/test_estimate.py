@@ -76,8 +76,13 @@ June 2026; one card: an engine of four at 300 W, whose clocks 220 W would lower)
 
 @pytest.mark.parametrize("cards", FOUR_3090)
 def test_steps_over_pcie_take_as_long_as_others_measured(cards: int) -> None:
-    """Prompts came from the prefix cache, so a token took a decoding step."""
-    assert max(abs(got / ms - 1) for got, ms in steps_of(cards)) < 0.3
+    """Prompts came from the prefix cache, so a token took a decoding step.
+
+    In the mean steps with sums are not estimated too short: plans have no other margin for them.
+    """
+    off = [got / ms - 1 for got, ms in steps_of(cards)]
+    assert max(map(abs, off)) < (0.3 if cards == 1 else 0.12)
+    assert cards == 1 or 0 <= sum(off) / len(off) < 0.05
 
 
 def test_four_engines_decode_3_times_as_fast_as_four_cards_together() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from llmpq.costs.cost_model import CostModel, Phase
 from llmpq.devices.cluster import Cluster
 from llmpq.errors import DeadlineError, StageLostError
+from llmpq.planner.__main__ import main as planner
+from llmpq.plans.plan import Plan
 from llmpq.precision import Precision
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.timing import host_links, profile_host
@@ -70,6 +73,49 @@ def test_profile_stop_and_resume(
     resumed = samples.read_text().splitlines(keepends=True)
     assert resumed[: len(lines) - 3] == lines[:-3], "what was there is not taken again"
     assert len(resumed) == len(lines)
+
+
+def test_stages_that_devices_share_are_profiled_and_planned(
+    tmp_path: Path, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of layers, and sums over two processes; the plan of the two has their times alone."""
+    monkeypatch.setattr(profile_host, "SHARE_S", 0.01)
+    cluster, out, plan = tmp_path / "c.yaml", tmp_path / "costs.json", tmp_path / "plan.json"
+    cluster.write_text(CLUSTER)
+    words = f"--model {tiny_models.directory('qwen3')} --cluster {cluster}"
+    timed = f"{words} --quick --bits 16 --job 16/8 --max-batch 2 --tensor-parallel 2,3:1"
+    assert main(f"{timed} -o {out}".split()) == 0
+    costs = CostModel.load_json(out)
+    for phase in (Phase.PREFILL, Phase.DECODE):
+        for shares in ((), (1, 1), (3, 1)):
+            entry = costs.find("CPU@1t", phase=phase, dtype="float32", shares=shares)
+            assert entry is not None and 1e-6 < entry.seconds(v=2, length=16) < 0.1
+    (sums,) = costs.sums
+    assert sums.kinds == ("CPU@1t", "CPU@1t")
+    assert all(1e-6 < seconds < 0.1 for _, seconds in sums.times)
+    asked = f"{words} --costs {out} --bits 16 --batch 2 --prompt-len 16 --gen-len 8 --engines 1"
+    assert planner(f"{asked} --tensor-parallel 2 -o {plan}".split()) == 0
+    made = Plan.load(plan)
+    assert [stage.shares for stage in made.stages] == [(1, 1)]
+    assert made.predicted is not None and not made.predicted.estimated
+    assert planner(["check", str(plan)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("2,x", "--tensor-parallel must be a number of devices, such as 2, or their shares"),
+        ("2", "--tensor-parallel 2: the cluster has one device, which shares stages with no other"),
+    ],
+)
+def test_shares_that_cannot_be_timed_are_refused(
+    tmp_path: Path, tiny_models: Any, text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = tmp_path / "c.yaml"
+    cluster.write_text("name: one\nnodes: [{name: here, devices: [{kind: CPU, memory: 1 GiB}]}]\n")
+    words = f"--model {tiny_models.directory('qwen3')} --cluster {cluster} --tensor-parallel {text}"
+    assert main([*words.split(), "-o", str(tmp_path / "costs.json")]) == 2
+    assert re.search(said, capsys.readouterr().err)
 
 
 def case(**changed: Any) -> TimedCase:
