@@ -45,7 +45,8 @@ def joined(cluster: Cluster, shares: Sequence[int], spec: ModelSpec) -> Cluster:
     """Return a cluster whose nodes' devices are groups of as many as there are shares.
 
     Neighbours make a group, even shares only of devices that are alike; those left over stay as
-    they are. A CPU is divided by the shares where its node has too few CPUs for a group. `ValueError` where no node has a group.
+    they are. A CPU is divided by the shares where its node has too few CPUs for a group.
+    `ValueError` where no node has a group.
     """
     devices = [
         device

@@ -94,7 +94,7 @@ def group_entries(profile: CostModel, group: Device, spec: ModelSpec) -> Iterato
         return
     first, kind = group.joined[0].profile_kind, group.profile_kind
     count = sums_of_layer(spec, group.shares)
-    timed = _Timed(profile, spec)
+    timed = PartTimes(profile, spec)
     found = list[LatencyEntry]()
     for entry in profile.entries:
         if entry.device_kind != first or entry.part != "layer" or entry.shares:
@@ -119,9 +119,19 @@ def _of_group(entry: LatencyEntry, kind: str, regimes: Sequence[Regime]) -> Late
 
 
 @dataclass(frozen=True)
-class _Timed:
+class PartTimes:
+    """What parts of layers take on the devices of a profile."""
+
     profile: CostModel
     spec: ModelSpec
+
+    def of(self, entry: LatencyEntry) -> LatencyEntry | None:
+        """Return an entry of a part as the other parts have it; None where there are none."""
+        attention, mlps = self._shares_of_time
+        parts = self._parts(entry.shares, 0)
+        fraction = attention * parts[0] + mlps * parts[1]
+        found = self._part(entry, entry.device_kind, fraction)
+        return None if found is None else entry.model_copy(update={"regimes": found})
 
     def slowest(self, whole: LatencyEntry, group: Device) -> list[Regime]:
         """Return regimes whose maximum is what a group's layer takes but for its sums.

@@ -540,11 +540,11 @@ def test_what_is_said_of_groups_is_not_said_of_all_plans(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """8 bits fit these cards as a pipeline, not with the shares of the group that is quickest."""
-    words = ["--devices", "4090,3090:2", "--model", "qwen3-32b", "--context", "32k"]
-    words += ["--gen-len", "1k", "--batch", "1", "--prefer", "speed", "--engines", "1"]
+    words = ["--devices", "5090,3080", "--model", "qwen3-32b", "--context", "4k"]
+    words += ["--gen-len", "2k", "--batch", "1", "--prefer", "speed", "--engines", "1"]
     assert main([*words, "-o", str(tmp_path / "plan.json")]) == 0
     text = capsys.readouterr().out
-    assert "RTX-4090 + RTX-3090 + RTX-3090" in text
+    assert "RTX-5090 + RTX-3080-10GB" in text
     assert "better quality: 8 bits everywhere as one pipeline: first token after" in text
     assert "no plan of one engine whose devices share stages as here is better" in text
 

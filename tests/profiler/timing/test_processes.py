@@ -83,7 +83,7 @@ def test_stages_that_devices_share_are_profiled_and_planned(
     cluster, out, plan = tmp_path / "c.yaml", tmp_path / "costs.json", tmp_path / "plan.json"
     cluster.write_text(CLUSTER)
     words = f"--model {tiny_models.directory('qwen3')} --cluster {cluster}"
-    timed = f"{words} --quick --bits 16 --job 16/8 --max-batch 2 --tensor-parallel 2,3:1"
+    timed = f"{words} --quick --bits 16 --job 16/8 --max-batch 4 --tensor-parallel 2,3:1"
     assert main(f"{timed} -o {out}".split()) == 0
     costs = CostModel.load_json(out)
     for phase in (Phase.PREFILL, Phase.DECODE):
