@@ -155,7 +155,7 @@ def time_plan(
     job = ("--prompt-len", args.prompt, "--gen-len", args.gen, "--batch", batch)
     asked = ("--model", args.model, "--bits", bits, "--kv", "16", *job, *costs, *flags)
     command("llmpq.planner", "--cluster", cluster, *asked, "-o", path)
-    options = ("--load-format", "dummy", "--repeat", args.repeat, "--json")
+    options = ("--model", args.model, "--load-format", "dummy", "--repeat", args.repeat, "--json")
     report = json.loads(command("llmpq.runtime", "bench", "--plan", path, *options))
     plan = Plan.load(path)
     assert plan.predicted is not None, "the planner always predicts"
