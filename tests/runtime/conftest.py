@@ -1237,7 +1237,13 @@ class WindowedModel:
         ]
 
 
-@pytest.fixture(scope="module", params=FAR_KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=[pytest.mark.seldom] * (kind in ("gemma2", "qwen2")))
+        for kind in FAR_KINDS
+    ],
+)  # windows in all layers, and in every other one
 def windowed_model(request: pytest.FixtureRequest, tmp_path_factory: Any) -> WindowedModel:
     """Return a tiny model with windows that requests outgrow by blocks."""
     import transformers
