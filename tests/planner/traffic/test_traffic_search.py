@@ -286,7 +286,7 @@ def test_cards_that_hold_the_model_are_engines_of_their_own(
     ("words", "unit"),
     [
         (["--rate", "max", "--tpot", "0.05"], "requests/s"),
-        pytest.param(["--rate", "3"], "tokens/s", marks=pytest.mark.seldom),
+        (["--rate", "3"], "tokens/s"),
         pytest.param(
             ["--rate", "0.5", "--objective", "latency"], "s an answer", marks=pytest.mark.seldom
         ),
