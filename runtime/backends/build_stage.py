@@ -143,7 +143,6 @@ def build_head(
     dtype = DTYPES[plan.workload.dtype]
     with _blaming_memory(plan, index):
         return MtpHead.build(
-            model.whole_spec,
             model,
             source.mtp(dtype),
             None if model.embedding is not None else source.embedding(dtype),

@@ -26,7 +26,7 @@ from llmpq.runtime.drafts.draft_model import DraftModel, build_draft
 from llmpq.runtime.drafts.mtp_drafts import MtpDrafts
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.ruled_sampling import ConstrainedSampler
-from llmpq.runtime.models.sampling import finite_choices
+from llmpq.runtime.models.sampling import finite_choices, sample
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.requests.request import PagedRow, StepKind, StepMessage
 from llmpq.runtime.steps.device_copies import HostCopy, upload
@@ -170,7 +170,6 @@ class StageRunner:
             wanted=message.wanted_B.tolist(),
             revocable=message.revocable_B.tolist(),
             width=cpu_padded(num_tokens),
-            device=self._device,
         )
         x = torch.from_numpy(message.tokens_T)[None] if hidden_BQH is None else hidden_BQH
         extra = step.q_len - num_tokens
@@ -233,8 +232,11 @@ class StageRunner:
             logits = logits_NV[upload(places, torch.long, logits_NV.device)]
             if count == 1:
                 some = message.of_rows(alike)
-                plain = some.sampling.greedy and not self.sampler.knows(some)
-                picked = self.sampler.pick(logits, some)
+                ruled, own = self.sampler.knows(some), some.sample_steps_B.tolist()
+                picked = (
+                    self.sampler.pick(logits, some) if ruled else sample(logits, some.sampling, own)
+                )
+                plain = some.sampling.greedy and not ruled
                 tokens = finite_choices(picked, logits, likeliest=plain)
                 found = [[token] for token in tokens.tolist()]
             else:

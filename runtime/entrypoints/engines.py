@@ -28,10 +28,10 @@ from llmpq.plans.plan import Plan
 from llmpq.plans.topology import Topology
 from llmpq.runtime.entrypoints.llm import LLM, all_answers
 from llmpq.runtime.launch.choose_launcher import choose_backend
-from llmpq.runtime.launch.engine_thread import RequestOutputDelta
+from llmpq.runtime.launch.request_record import RequestOutputDelta
 from llmpq.runtime.launch.stages.stage_place import StagePlace
 from llmpq.runtime.options.engine_options import EngineOptions
-from llmpq.runtime.report.job_report import JobReport, engines_report
+from llmpq.runtime.report.job_report import EngineResult, JobReport, engines_report
 from llmpq.runtime.report.live_numbers import JobSamples
 from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.requests.request import Progress
@@ -283,24 +283,26 @@ class Engines:
 
     def job_report(self, outputs: Sequence[RequestOutput], *, num_failed: int = 0) -> JobReport:
         """Return what a job came to, of all engines and of each; as `LLM.job_report`."""
-        parts = [
-            None
-            if number in self._lost
-            else llm.job_report(
-                [output for output in outputs if output.engine == number],
-                took_s=self._ended_s[number],
+        results = [
+            EngineResult(
+                report=None
+                if number in self._lost
+                else llm.job_report(
+                    [output for output in outputs if output.engine == number],
+                    took_s=self._ended_s[number],
+                ),
+                ended_s=self._ended_s[number],
+                taken_over=self._num_taken[number],
+                lost=self._lost.get(number),
             )
             for number, llm in enumerate(self.llms)
         ]
         return engines_report(
             self.plan,
-            parts,
+            results,
             outputs,
             num_failed=num_failed,
             startup_s=self.startup_s,
-            ended_s=self._ended_s,
-            taken_over=[self._num_taken[number] for number in range(len(self.llms))],
-            lost=self._lost,
             samples=self._samples.as_report(),
         )
 

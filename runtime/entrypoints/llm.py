@@ -42,11 +42,12 @@ from llmpq.runtime.elastic.slow_watch import SlowWatch, may_watch
 from llmpq.runtime.entrypoints.response_stream import AsyncSubmitter, OutputQueue, ResponseStream
 from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.launch.engine_starter import EngineStarter
-from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
+from llmpq.runtime.launch.engine_thread import EngineThread
 from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.plans.plan_choice import choose_plan
 from llmpq.runtime.launch.plans.pool_plan import request_limits
 from llmpq.runtime.launch.recovery import Recovery
+from llmpq.runtime.launch.request_record import RequestOutputDelta
 from llmpq.runtime.launch.stages.stage_place import StagePlace
 from llmpq.runtime.options.engine_options import Deadlines, EngineOptions
 from llmpq.runtime.options.stage_settings import StageSettings

@@ -15,7 +15,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from llmpq.runtime.launch.engine_thread import EngineThread, Listener, RequestOutputDelta
+from llmpq.runtime.launch.engine_thread import EngineThread
+from llmpq.runtime.launch.request_record import Listener, RequestOutputDelta
 from llmpq.runtime.requests.request import Request
 from llmpq.runtime.requests.request_output import CompletionDelta, Logprob
 from llmpq.runtime.requests.token_rules import LogprobOutput, TokenScores

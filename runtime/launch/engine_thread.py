@@ -25,8 +25,6 @@ from llmpq.runtime.launch.request_record import Listener, RequestOutputDelta, Re
 from llmpq.runtime.requests.request import EngineOutputs, Progress, Request
 from llmpq.runtime.requests.token_rules import Guide, LogprobOutput
 
-__all__ = ["EngineThread", "Listener", "RequestOutputDelta"]
-
 _END_S = 5.0
 """How long the loops may take to end before the stages are taken down."""
 _LOSSES = (LlmpqError, ValueError, OSError, RuntimeError, CallFailed)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -19,7 +18,7 @@ from llmpq.plans.plan import Plan, StagePlan
 from llmpq.runtime.launch.stages.fork_server import STAGE_PROCESS
 from llmpq.runtime.launch.stages.forked_process import ForkServer
 from llmpq.runtime.launch.stages.launcher import Launcher, StageHandle
-from llmpq.runtime.launch.stages.stage_wire import answer_of, plan_data, write_args
+from llmpq.runtime.launch.stages.stage_wire import RemoteStage, plan_data
 from llmpq.runtime.options.stage_settings import StageSettings
 
 
@@ -75,8 +74,8 @@ class ProcessLauncher(Launcher):
         return stages
 
 
-class ProcessStage:
-    """A stage's process, called with values; its death fails all open calls."""
+class ProcessStage(RemoteStage):
+    """A stage's process; its death fails all open calls."""
 
     def __init__(
         self,
@@ -90,10 +89,7 @@ class ProcessStage:
             with contextlib.suppress(OSError):
                 process = forks.fork(environment)
         self._child = Child(STAGE_PROCESS, first, environment=environment, process=process)
-
-    def call(self, method: str, *args: object) -> Future[Any]:
-        """Call a method of the stage's worker."""
-        return answer_of(method, self._child.call(method, *write_args(method, args)))
+        super().__init__(self._child.call)
 
     def kill(self, pid: int = 0) -> None:
         """End the process, a stopped one too."""

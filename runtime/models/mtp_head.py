@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.families import FAMILIES
-from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.layer_tensors import LayerTensors
@@ -55,7 +54,6 @@ class MtpHead(nn.Module):
     @classmethod
     def build(
         cls,
-        spec: ModelSpec,
         model: StageModel,
         tensors: dict[str, Any],
         embedding: dict[str, Tensor] | None,
@@ -66,7 +64,7 @@ class MtpHead(nn.Module):
     ) -> MtpHead:
         """Wire a head to the last stage; `embedding`: its tensors where the stage has none."""
         assert model.head is not None
-        runner = model.head.runner
+        spec, runner = model.whole_spec, model.head.runner
         wiring = Wiring(spec.of_mtp(), device, runner)
         parts = LayerTensors(
             tensors={**tensors, **(embedding or {})},

@@ -164,25 +164,35 @@ def _report_data(job: JobResult) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineResult:
+    """What one of several engines did of a job that they shared."""
+
+    report: JobReport | None
+    """None of one that was lost."""
+    ended_s: float
+    """When it ended its last row, since the job began."""
+    taken_over: int
+    """Rows that it took over from others."""
+    lost: str | None
+    """Why it was lost, if it was."""
+
+
 def engines_report(
     topology: Topology,
-    parts: Sequence[JobReport | None],
+    results: Sequence[EngineResult],
     outputs: Sequence[RequestOutput],
     *,
     num_failed: int,
     startup_s: float,
-    ended_s: Sequence[float],
-    taken_over: Sequence[int],
-    lost: Mapping[int, str],
     samples: Sequence[Mapping[str, Any]] = (),
 ) -> JobReport:
     """Return the report of a job that several engines shared: of all, and under `engines` of each.
 
-    `parts`: of each engine, None of one that was lost; `ended_s`: when each ended its last row,
-    since the job began; `taken_over`: rows that each took over from others; `lost`: why.
+    `results`: of each engine of the topology, in order.
     """
     finished = _answers(outputs)
-    wall_s = max(ended_s, default=0.0)
+    wall_s = max((result.ended_s for result in results), default=0.0)
     per_s = 1 / wall_s if wall_s > 0 else 0.0
     tokens, prompts = _num_tokens(finished), sum(len(o.prompt_token_ids) for o in outputs)
     engines = [
@@ -190,15 +200,15 @@ def engines_report(
             "engine": number,
             "planned_rows": share.rows,
             "rows": sum(output.engine == number for output in outputs),
-            "taken_over": taken_over[number],
-            "ended_s": ended_s[number],
-            "lost": lost.get(number),
+            "taken_over": result.taken_over,
+            "ended_s": result.ended_s,
+            "lost": result.lost,
             "output_tokens": sum(_num_tokens(o.outputs) for o in outputs if o.engine == number),
-            "report": None if part is None else without_timeline(part),
+            "report": None if result.report is None else without_timeline(result.report),
         }
-        for number, (share, part) in enumerate(zip(topology.engines, parts, strict=True))
+        for number, (share, result) in enumerate(zip(topology.engines, results, strict=True))
     ]
-    present = [(number, part) for number, part in enumerate(parts) if part is not None]
+    present = [(n, result.report) for n, result in enumerate(results) if result.report is not None]
 
     def of_all(key: str) -> list[Any]:
         return [{"engine": number, **one} for number, part in present for one in part[key]]

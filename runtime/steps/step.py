@@ -215,9 +215,8 @@ class RaggedStep(Step):
         wanted: Sequence[int],
         revocable: Sequence[int] | None = None,
         width: int | None = None,
-        device: torch.device | str = "cpu",
     ) -> RaggedStep:
-        """Build the step of rows at `starts` that bring `counts` tokens each.
+        """Build the step of rows at `starts` that bring `counts` tokens each, on a CPU.
 
         `wanted`: of how many of each row's last tokens the hidden state is asked for. `revocable`:
         how many of each row's last tokens are drafts. `width`: places in all.
@@ -234,7 +233,7 @@ class RaggedStep(Step):
         for slot, start, count, last in zip(slots, starts, counts, drafts, strict=True):
             spans.append(Span(slot, start, count, first, last))
             first += count
-        rows = upload([slots, starts, counts], torch.long, device)
+        rows = torch.tensor([slots, starts, counts])
         return cls(
             slots_B=rows[0],
             start_B=rows[1],

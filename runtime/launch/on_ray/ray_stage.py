@@ -6,26 +6,23 @@ import contextlib
 import os
 import re
 import signal
-from concurrent.futures import Future
 from typing import Any
 
 import ray
 
 from llmpq.child import CallFailed
 from llmpq.out_of_memory import first_line
-from llmpq.runtime.launch.stages.stage_wire import answer_of, write_args
+from llmpq.runtime.launch.stages.stage_wire import RemoteStage
 
 
-class RayStage:
+class RayStage(RemoteStage):
     """An actor's calls as futures."""
 
     def __init__(self, actor: Any) -> None:
+        super().__init__(
+            lambda method, *data: getattr(actor, method).remote(*data).future(), failure_of
+        )
         self._actor = actor
-
-    def call(self, method: str, *args: object) -> Future[Any]:
-        """Call a method of the actor."""
-        sent = getattr(self._actor, method).remote(*write_args(method, args))
-        return answer_of(method, sent.future(), failure_of)
 
     def kill(self, pid: int = 0) -> None:
         """End the actor's process; by its number, if it is known, even if it is stopped."""

@@ -29,7 +29,7 @@ from llmpq.plans.prefix_states import with_prefix_states
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.pool_size import planned_kv_bytes
 from llmpq.units import format_size
-from llmpq.workload import CHUNK_TOKENS, DTYPE_BYTES, Dtype, Workload
+from llmpq.workload import CHUNK_TOKENS, Dtype, Workload
 
 _MEMORY_SHARE = 0.85
 """Of a device's memory: the rest is for temporaries and other processes."""
@@ -134,42 +134,36 @@ def requests_of(rows: int, max_len: int, *, kv: KVPrecision, dtype: Dtype) -> Wo
 def device_plan(
     spec: ModelSpec,
     device: Device,
+    job: Workload,
     *,
     model_dir: str,
-    dtype: Dtype,
-    kv: KVPrecision,
-    max_len: int,
-    rows: int,
     may_shrink: bool,
 ) -> Plan | None:
-    """Return the plan of `rows` requests of up to `max_len` tokens; None where it does not fit.
+    """Return the plan of a job on one device; None where it does not fit.
 
     `may_shrink`: fewer requests at once will do as well; a GPU's memory bounds the blocks that they
     have together, and `DoesNotFitError` says where that is not even one request's.
     """
     on_gpu = device.threads is None
-    dtype_bytes = DTYPE_BYTES[dtype]
-    weights = spec.num_params * dtype_bytes
+    weights = spec.num_params * job.dtype_bytes
     each = planned_kv_bytes(
         spec,
-        Workload(batch=1, prompt_len=max_len, gen_len=1, kv=kv, dtype=dtype),
+        job.model_copy(update={"batch": 1}),
         range(spec.num_layers),
         chunk=CHUNK_TOKENS,
         prefill_microbatch=1,
     )
     room = int((_MEMORY_SHARE * device.limit_bytes - weights) // each)
-    if room < 1 or (room < rows and not may_shrink and not on_gpu):
+    if room < 1 or (room < job.batch and not may_shrink and not on_gpu):
         return None
-    if not on_gpu:
-        rows = min(rows, room)
+    rows = job.batch if on_gpu else min(job.batch, room)
     threads = None
     if device.threads is not None:
         threads = useful_threads(device.threads, weights)
     plan = manual_plan(
         spec,
-        # One new token beyond a prompt as long as the cache: any prompt that fits may come.
-        Workload(batch=rows, prompt_len=max_len, gen_len=1, kv=kv, dtype=dtype),
-        prefill_microbatch=max(1, min(rows, _PREFILL_TOKENS // max_len)),
+        job.model_copy(update={"batch": rows}),
+        prefill_microbatch=max(1, min(rows, _PREFILL_TOKENS // job.prompt_len)),
         decode_microbatch=rows,
         model_dir=model_dir,
         threads=threads or 1,

@@ -35,6 +35,7 @@ from llmpq.runtime.launch.plans.auto_plan import (
 from llmpq.runtime.launch.plans.complete_plan import complete_plan
 from llmpq.runtime.launch.plans.manual_plan import device_plan, requests_of
 from llmpq.runtime.options.engine_options import PLANNING, EngineOptions
+from llmpq.workload import Workload
 
 _log = logging.getLogger("llmpq.run")
 
@@ -193,16 +194,17 @@ def _whole(
 ) -> Plan | None:
     """Return the plan of a whole model on the one device there is, None where it does not fit."""
     open_end, on_gpu = not options.max_num_seqs, not known.devices[0].spec.is_cpu
+    job = Workload(
+        batch=POOL_ROWS if on_gpu and open_end else rows,
+        # One new token beyond a prompt as long as the cache: any prompt that fits may come.
+        prompt_len=max_len,
+        gen_len=1,
+        kv=kv_of(options),
+        dtype=dtype_of(spec, options, known),
+    )
     try:
         return device_plan(
-            spec,
-            known.devices[0],
-            model_dir=str(directory),
-            dtype=dtype_of(spec, options, known),
-            kv=kv_of(options),
-            max_len=max_len,
-            rows=POOL_ROWS if on_gpu and open_end else rows,
-            may_shrink=open_end,
+            spec, known.devices[0], job, model_dir=str(directory), may_shrink=open_end
         )
     except DoesNotFitError:
         return None  # at fewer bits it may

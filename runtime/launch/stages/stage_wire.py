@@ -1,7 +1,7 @@
 """Calls of a `StageWorker` as JSON data, for stages that are other processes or Ray actors.
 
-Stages of the driver's own process are called with values. Elsewhere `write_args` and `answer_of`
-stand at the driver's end of a call, `RemoteStageWorker` at the stage's. No torch.
+Stages of the driver's own process are called with values. Elsewhere `RemoteStage` stands at the
+driver's end of a call, `RemoteStageWorker` at the stage's. No torch.
 """
 
 from __future__ import annotations
@@ -76,23 +76,30 @@ _VALUES: Mapping[str, Callable[[Any], Any]] = {
 """Method -> what reads its answer; the others answer with plain data."""
 
 
-def answer_of(
-    method: str,
-    sent: Future[Any],
-    failure: Callable[[BaseException], BaseException] = lambda error: error,
-) -> Future[Any]:
-    """Return the value of a call that was sent with `write_args`; `failure`: makes its error."""
-    answer: Future[Any] = Future()
+class RemoteStage:
+    """The driver's end of a stage elsewhere: called with values, which go as JSON data."""
 
-    def arrived(inner: Future[Any]) -> None:
-        error = inner.exception()
-        if error is None:
-            answer.set_result(read_answer(method, inner.result()))
-        else:
-            answer.set_exception(failure(error))
+    def __init__(
+        self,
+        send: Callable[..., Future[Any]],
+        failure_of: Callable[[BaseException], BaseException] = lambda error: error,
+    ) -> None:
+        """`send(method, *data)` returns an answer to come; `failure_of`: what its error means."""
+        self._send, self._failure_of = send, failure_of
 
-    sent.add_done_callback(arrived)
-    return answer
+    def call(self, method: str, *args: object) -> Future[Any]:
+        """Call a method of the stage's worker; the future raises `CallFailed`."""
+        answer: Future[Any] = Future()
+
+        def arrived(sent: Future[Any]) -> None:
+            error = sent.exception()
+            if error is None:
+                answer.set_result(read_answer(method, sent.result()))
+            else:
+                answer.set_exception(self._failure_of(error))
+
+        self._send(method, *write_args(method, args)).add_done_callback(arrived)
+        return answer
 
 
 class RemoteStageWorker:

@@ -13,7 +13,7 @@ import pytest
 
 from llmpq.runtime.entrypoints import response_stream
 from llmpq.runtime.entrypoints.response_stream import AsyncSubmitter, DeltaQueue, OutputQueue
-from llmpq.runtime.launch.engine_thread import RequestOutputDelta
+from llmpq.runtime.launch.request_record import RequestOutputDelta
 from llmpq.runtime.requests.request import Finished, Request
 
 pytestmark = pytest.mark.cpu

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
+from llmpq.runtime.launch.engine_thread import EngineThread
 from llmpq.runtime.launch.pipeline_client import EngineOutputs
+from llmpq.runtime.launch.request_record import RequestOutputDelta
 from llmpq.runtime.requests.request import Progress, Request
 from llmpq.runtime.requests.token_rules import LogitsConstraints
 

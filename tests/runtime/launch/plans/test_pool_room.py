@@ -11,6 +11,7 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.plans.manual_plan import device_plan, with_pool_room
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.options.engine_options import EngineOptions
+from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu
 GIB = 1 << 30
@@ -18,16 +19,8 @@ SPEC = ModelSpec.by_name("llama-3.1-8b")
 
 
 def plan_of(device, rows, *, max_len=4400, kv=KVPrecision.KV16, may_shrink=False):
-    return device_plan(
-        SPEC,
-        device,
-        model_dir="",
-        dtype="bfloat16",
-        kv=kv,
-        max_len=max_len,
-        rows=rows,
-        may_shrink=may_shrink,
-    )
+    job = Workload(batch=rows, prompt_len=max_len, gen_len=1, kv=kv, dtype="bfloat16")
+    return device_plan(SPEC, device, job, model_dir="", may_shrink=may_shrink)
 
 
 @pytest.fixture(scope="module")
