@@ -14,7 +14,8 @@ water-filling (layers in proportion to cards' rates, as far as they have room, o
 best micro-batches).
 
 Rows of `results/mixed_clusters.jsonl`: value = the best of these over the answer, in tokens/s or
-requests/s: above 1 the answer was beaten. A job that has its row at this commit is not run again.
+requests/s: above 1 the answer was beaten; 0 where no way gives anything, and of no engines where
+nothing fits. A job that has its row at this commit is not run again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import resource
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,12 @@ from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic
 from llmpq.planner.traffic.rates import highest_rate
 from llmpq.planner.traffic.steady_state import MeanLengths
-from llmpq.planner.traffic.traffic_search import REQUESTS_AT_ONCE, STEP_TOKENS, search_traffic
+from llmpq.planner.traffic.traffic_search import (
+    REQUESTS_AT_ONCE,
+    STEP_TOKENS,
+    alike,
+    search_traffic,
+)
 
 FILE = "mixed_clusters.jsonl"
 TRACES = Path(__file__).parent / "data" / "traces"
@@ -345,28 +352,46 @@ class SimpleRates:
     problem: Problem
     options: SolveOptions
     traffic: NamedTraffic
+    _known: dict[tuple[object, ...], float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def planner(self) -> EnginePlanner:
         """Plans of engines for the traffic's mean lengths."""
         lengths = MeanLengths.of(self.traffic)
         return EnginePlanner(self.problem, self.options, None, lengths, self.traffic.limits)
 
     def of(self, names: Sequence[str]) -> float:
-        """Return the rate of the best plan of one engine, by its steady state, of all tried."""
-        tried = (
-            self.planner.plan(names, requests, tokens)
-            for requests in REQUESTS_AT_ONCE
-            for tokens in STEP_TOKENS[:3]
-        )
-        found = [one for one in tried if one is not None]
-        return self.rate(max(found, key=lambda one: one.steady.rate_per_s)) if found else 0.0
+        """Return the rate of one engine: of each step's best plan by its steady state, the best."""
+        best = 0.0
+        for tokens in STEP_TOKENS:
+            tried = (
+                self.planner.plan(names, requests, tokens, solved_for=STEP_TOKENS[0])
+                for requests in REQUESTS_AT_ONCE
+            )
+            found = [one for one in tried if one is not None]
+            if found:
+                engine = max(found, key=lambda one: one.steady.rate_per_s)
+                best = max(best, self.rate(engine, best))
+        return best
 
-    def rate(self, engine: EnginePlan) -> float:
-        """Return the highest rate of an engine by simulation."""
-        every, limits = self.traffic.arrivals, self.traffic.limits
-        guess = engine.steady.rate_per_s
-        return highest_rate([engine.model], every, limits, guess_per_s=guess).rate_per_s
+    def rate(self, engine: EnginePlan, above: float = 0.0) -> float:
+        """Return the highest rate of an engine by simulation; once of engines that are alike.
+
+        0 where it is not above a rate.
+        """
+        every, limits, key = self.traffic.arrivals, self.traffic.limits, alike(engine)
+        if key in self._known:
+            return self._known[key]
+        found = highest_rate(
+            [engine.model],
+            every,
+            limits,
+            guess_per_s=engine.steady.rate_per_s,
+            above_per_s=above,
+        ).rate_per_s
+        if found or not above:
+            self._known[key] = found
+        return found
 
     def water_filled(self) -> float:
         """Return the rate of water-filling with the steps and requests that suit it best."""
@@ -420,7 +445,7 @@ def run(case: MixedCase) -> None:
         found = of_batch(case) if batch else of_trace(case)
     except DoesNotFitError:
         print(f"{case.number} {cards}, {model}, {case.job}: nothing fits", flush=True)
-        return
+        found = Compared(ours=0.0, others={}, seconds=0.0, cpu_s=0.0, engines=0)
     best = max(found.others, key=lambda name: found.others[name], default="")
     ratio = found.others[best] / found.ours if best and found.ours else math.inf if best else 0.0
     write_row(

@@ -194,6 +194,8 @@ def traffic_lines(
             lines.append(f"{name}: {_gives(one, objective)} ({_engines(one)})")
     plans = "plan of engines was" if found.tried == 1 else "plans of engines were"
     searched = f"{found.tried} {plans} compared by their steady state"
+    if found.left_out:
+        searched += f"; {found.left_out} joins of devices that promise less were not planned"
     lines.append(searched if found.complete else f"{searched}; --time-limit ended the search")
     return lines
 

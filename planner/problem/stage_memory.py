@@ -183,6 +183,8 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
     kinds = {_memory_kind(p, cls) for cls in p.classes}
     spend(270 * len(kinds))
     for first, last in product((False, True), repeat=2):
+        if 3 - first - last > p.max_stages:
+            continue
         known = p.unlike_bytes is not None  # with every layer's own KV
         kv_above = 0 if known else _above_mean(p, first=first, last=last)
         for sort, precisions in _sorts(p.choices).items():
@@ -227,7 +229,7 @@ def _bytes_beside(p: Problem, spec: ModelSpec, stage: StageShape) -> int:
 
 def _room_of_members(p: Problem, group: Device, stage: StageShape) -> int:
     """Return the bytes of layers for which every device of a group has room for its part."""
-    rooms = []
+    rooms: dict[tuple[object, ...], float] = {}
     for index, device in enumerate(group.joined):
         member, part = _member(p, group.shares, index)
         own = replace(
@@ -236,9 +238,11 @@ def _room_of_members(p: Problem, group: Device, stage: StageShape) -> int:
             on_gpu=not device.spec.is_cpu,
             unpacks=unpacks_prompts(device.spec, p.choices, p.quantization),
         )
-        beside = device.spec.context + _bytes_beside(p, member.own, own)
-        rooms.append((device.limit_bytes - beside) / part)
-    return math.floor(min(rooms))
+        room = device.limit_bytes - device.spec.context
+        alike = room, part, member.own, own.last, own.on_gpu, own.unpacks
+        if alike not in rooms:
+            rooms[alike] = (room - _bytes_beside(p, member.own, own)) / part
+    return math.floor(min(rooms.values()))
 
 
 def _member(p: Problem, shares: tuple[int, ...], index: int) -> tuple[Member, float]:

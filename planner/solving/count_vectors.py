@@ -108,6 +108,8 @@ class CountVectors:
             for group in self._groups
         ]
         self._members = [[number[one.name] for one in group.joined] for group in self._groups]
+        self._gbps = [cls.first.spec.mem_gbps for cls in alone]
+        self._gbps += [group.spec.mem_gbps for group in self._groups]
         self._names = [[device.name for device in cls.devices] for cls in p.classes]
         self._twins = p.node_twins
         self.partitions = [
@@ -146,6 +148,20 @@ class CountVectors:
             tuple(int(c == kinds + g) for c in range(kinds + len(self._groups))): group
             for g, group in enumerate(self._groups)
         }
+
+    def parts(self, v: Vector) -> list[Vector]:
+        """Return the engines of one device or group each that an engine is of, each once."""
+        places = range(len(v))
+        return [tuple(int(c == own) for c in places) for own in places if v[own]]
+
+    def mem_gbps(self, v: Vector) -> float:
+        """Return the rate at which an engine's devices read, together."""
+        return sum(n * own for n, own in zip(v, self._gbps, strict=True))
+
+    def same_devices(self, v: Vector) -> list[Vector]:
+        """Return the engines of one group, in other shares, of the devices of an engine of one."""
+        own = self.used(v)
+        return [other for other in self.groups if other != v and self.used(other) == own]
 
     def used(self, v: Vector) -> Vector:
         """Return how many devices of each class an engine has."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 Way = TypeVar("Way")
-FAR_BELOW = 0.5
+FAR_BELOW = 0.85
 """Share of the rate of a steady state below which a rate that lasts says that the steady state, of
-mean lengths, is of no use to choose the tokens of a step."""
+mean lengths, is of little use to choose the tokens of a step."""
 
 
 def is_far_below(rate_per_s: float, steady_per_s: float) -> bool:
@@ -20,22 +20,46 @@ def is_far_below(rate_per_s: float, steady_per_s: float) -> bool:
 def best_variant(
     way: Way,
     sizes: Iterable[int],
-    simulated: Callable[[int], Way | None],
+    simulated: Callable[[int, Way], Way | None],
     worth: Callable[[Way], Any],
 ) -> Way:
     """Return the best of a way and of the same with other sizes: of steps, of requests at once.
 
-    `simulated`: the way with a size, None where there is no such plan; a `TimeoutError` ends the
-    search.
+    `simulated`: the way with a size, beside the best so far; None where there is no such plan, or
+    it is no better than that. A `TimeoutError` ends the search.
     """
     best = way
     for size in sizes:
         try:
-            other = simulated(size)
+            other = simulated(size, best)
         except TimeoutError:
             break
         if other is not None and worth(other) > worth(best):
             best = other
+    return best
+
+
+def best_beside(
+    way: Way, sizes: Sequence[int], own: int, better: Callable[[int, Way], Way | None]
+) -> Way:
+    """Return the best of a way and of the same with larger sizes, or else with smaller ones.
+
+    `sizes`: ascending, among them the way's `own`. `better`: the way with a size if it is better
+    than another, else None: further ones are then no better either. A `TimeoutError` ends the
+    search.
+    """
+    at, best = sizes.index(own), way
+    for others in (sizes[at + 1 :], sizes[:at][::-1]):
+        for size in others:
+            try:
+                other = better(size, best)
+            except TimeoutError:
+                return best
+            if other is None:
+                break
+            best = other
+        if best is not way:
+            break
     return best
 
 

@@ -1,17 +1,17 @@
 """Plans of engines for live traffic: of a group of devices, requests at once, tokens of a step.
 
 An engine is planned as a batch job of so many requests of the mean lengths: the pool then holds
-them, and layers go where such a job is quickest: once with the micro-batches that suit the job
-best, and where there are several devices once with as many as there may be stages, as a pipeline
-under live traffic has them (steady_state.py): the busiest stage then counts, not the sum of all. A
-job of few requests counts longer ones, so that the longest request of the traffic has room.
+them, and layers go where such a job is quickest: of several devices with as many micro-batches as
+there may be stages, as a pipeline under live traffic has them (steady_state.py): the busiest stage
+then counts, not the sum of all. Where answers are to end soon, also with those that suit the job
+best. A job of few requests counts longer ones, so that the longest request of the traffic has room.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.evaluate.engine_simulation import EngineModel
@@ -27,8 +27,9 @@ from llmpq.planner.traffic.steady_state import MeanLengths, SteadyState, best_st
 from llmpq.plans.plan import ClusterRef, Plan
 from llmpq.service_measures import ServiceLimits
 
-ENGINE_S = 2.0
-"""Seconds of one search for an engine's plan."""
+ENGINE_S, ENGINE_GAP = 0.5, 0.01
+"""Seconds of one search for an engine's plan, and the relative gap at which it ends: what is nearer
+does not show in a rate that is found to a few percent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,24 @@ class EnginePlan:
         return self.plan.predicted.sum_omega
 
 
+@dataclass
+class _Job:
+    """A batch job that an engine is planned as, and its plans by theta."""
+
+    problem: Problem | None
+    """None once it is solved at all of them."""
+    thetas: Sequence[float]
+    plans: dict[float, Plan | None] = field(default_factory=dict)
+
+    def plan_at(self, theta: float, solved: Callable[[Problem], Plan | None]) -> Plan | None:
+        if theta not in self.plans:
+            assert self.problem is not None, "it is not solved at this theta"
+            self.plans[theta] = solved(self.problem.with_changes(theta=theta))
+            if len(self.plans) == len(set(self.thetas)):
+                self.problem = None
+        return self.plans[theta]
+
+
 @dataclass(frozen=True)
 class EnginePlanner:
     """Plans engines of a problem's devices."""
@@ -58,6 +77,9 @@ class EnginePlanner:
     path: str | None
     lengths: MeanLengths
     limits: ServiceLimits
+    ends_soon: bool = False
+    """Whether answers are to end soon, not many requests to be served."""
+    _known: dict[tuple[object, ...], list[_Job]] = field(default_factory=dict)
 
     @property
     def price(self) -> float:
@@ -71,26 +93,70 @@ class EnginePlanner:
 
     def job(self, places: Sequence[Place], requests: int, step_tokens: int) -> Problem:
         """Return the batch job that an engine is planned as."""
-        lengths = self.lengths
-        mean = lengths.prompt + lengths.output
-        scale = max(1.0, lengths.longest / requests / mean)
-        prompt = max(1, round(lengths.prompt * scale))
-        output = max(1, round(lengths.output * scale + 0.5))
+        prompt, output = self._job_lengths(requests)
         kvs = self.options.kvs or (self.problem.kv,)
         own = on_places(self.problem, places, kvs).with_job(
-            batch=requests, prompt_len=prompt, gen_len=max(output, lengths.longest + 1 - prompt)
-            if requests == 1 else output,
-        )  # fmt: skip
-        return own.with_changes(chunk=min(step_tokens, prompt))
+            batch=requests, prompt_len=prompt, gen_len=output
+        )
+        chunk = min(step_tokens, prompt)
+        # A step has as many prompts as its tokens hold; a pool with windows maybe room for fewer.
+        prompts = None if own.spec.windows else min(requests, max(1, step_tokens // chunk))
+        return own.with_changes(chunk=chunk, prefill_microbatch=prompts)
+
+    def _job_lengths(self, requests: int) -> tuple[int, int]:
+        """Return tokens of a prompt and of an answer: of few requests longer ones than the mean."""
+        lengths = self.lengths
+        scale = max(1.0, lengths.longest / requests / (lengths.prompt + lengths.output))
+        prompt = max(1, round(lengths.prompt * scale))
+        output = max(1, round(lengths.output * scale + 0.5))
+        return prompt, max(output, lengths.longest + 1 - prompt) if requests == 1 else output
 
     def plan(
-        self, places: Sequence[Place], requests: int, step_tokens: int, *, dearer: float = 1.0
+        self,
+        places: Sequence[Place],
+        requests: int,
+        step_tokens: int,
+        *,
+        dearer: float = 1.0,
+        solved_for: int | None = None,
     ) -> EnginePlan | None:
         """Return the best plan of an engine; None where none fits or none is within the limits.
 
         `dearer`: how many times what quality is worth by the preference it is worth here.
+        `solved_for`: other tokens of a step, for which layers and bits are chosen; they change
+        little with them. Where that has no room, they are chosen for `step_tokens`.
         """
-        found = []
+        found: list[EnginePlan] = []
+        has_room = True
+        chosen_for = solved_for or step_tokens
+        for one in self._jobs(tuple(places), requests, chosen_for, dearer):
+            for theta in one.thetas:
+                plan = one.plan_at(theta, self._solved)
+                try:
+                    engine = None if plan is None else self.engine_of(plan, step_tokens)
+                except DoesNotFitError:  # longer steps than it was made for
+                    plan = engine = None
+                has_room &= plan is not None
+                if engine is not None:
+                    found.append(replace(engine, places=tuple(places)))
+                    break
+        if not found and not has_room and chosen_for != step_tokens:
+            return self.plan(places, requests, step_tokens, dearer=dearer)
+        return max(found, key=self.worth, default=None)
+
+    def _jobs(
+        self, places: tuple[Place, ...], requests: int, step_tokens: int, dearer: float
+    ) -> list[_Job]:
+        """Return what an engine is planned as, each solved once."""
+        chunk = min(step_tokens, self._job_lengths(requests)[0])
+        key = places, requests, chunk, dearer
+        if key not in self._known:
+            self._known[key] = list(self._new_jobs(places, requests, step_tokens, dearer))
+        return self._known[key]
+
+    def _new_jobs(
+        self, places: tuple[Place, ...], requests: int, step_tokens: int, dearer: float
+    ) -> Iterator[_Job]:
         for kv in self.options.kvs or (self.problem.kv,):
             job = self.job(places, requests, step_tokens).with_job(kv=kv)
             thetas = [job.theta]
@@ -99,30 +165,27 @@ class EnginePlanner:
                 thetas.insert(0, dearer * self.price * near.time_s)
             sizes = [job.decode_microbatch]
             if len(places) > 1 and job.decode_microbatch is None:
-                sizes.append(-(-requests // len(places)))
+                full = -(-requests // len(places))
+                sizes = [None, full] if self.ends_soon else [full]
             for rows in sizes:
-                own = job.with_changes(decode_microbatch=rows)
-                each = (
-                    self._priced(own.with_changes(theta=theta), step_tokens) for theta in thetas
-                )
-                best = next((one for one in each if one is not None), None)
-                found += [] if best is None else [replace(best, places=tuple(places))]
-        return max(found, key=self.worth, default=None)
+                yield _Job(job.with_changes(decode_microbatch=rows), thetas)
 
-    def _priced(self, job: Problem, step_tokens: int) -> EnginePlan | None:
-        """Return the plan of a job at its theta."""
+    def _solved(self, job: Problem) -> Plan | None:
+        """Return the plan of a job at its theta; None where nothing fits."""
         options = replace(
-            self.options, kvs=(), time_limit_s=min(ENGINE_S, self.options.time_limit_s)
+            self.options,
+            kvs=(),
+            gap=max(ENGINE_GAP, self.options.gap),
+            time_limit_s=min(ENGINE_S, self.options.time_limit_s),
         )
         try:
             solved = best_plan(job, options)
             valued = solved.problem
             if options.budget is not None:
                 valued = valued.with_changes(theta=0.0)
-            plan = checked_plan(valued, solved.outcome, self.path, options.prefer)
+            return checked_plan(valued, solved.outcome, self.path, options.prefer)
         except (DoesNotFitError, Unfinished):
             return None
-        return self.engine_of(plan, step_tokens)
 
     def engine_of(self, plan: Plan, step_tokens: int) -> EnginePlan | None:
         """Return what an engine of this plan keeps up; None where nothing within the limits."""

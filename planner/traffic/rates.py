@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from llmpq.planner.evaluate.engine_simulation import EngineModel, simulate
 from llmpq.planner.problem.work_clock import now_s, spend_s
@@ -20,6 +21,8 @@ NEXT_LOWER, FAR_LOWER = 0.7, 0.4
 """Of a rate that is too high, the next to try until one lasts: of the first ones, of later ones."""
 FIRST_TRIES = 2
 """Rates that are tried before requests far apart are, and before rates are lowered by more."""
+MORE = 0.02
+"""Relative distance above a rate to beat: what is nearer is not worth a search."""
 STEP_S = 2e-4
 """Seconds of work of a simulated step (0.22 ms of a core, 2026-11)."""
 GENERATIONS = 3
@@ -31,9 +34,14 @@ class RateFound:
     """The highest rate that was seen within the limits, and how requests are served at it."""
 
     rate_per_s: float
-    """0 where not even requests far apart are within the limits."""
-    measures: ServiceMeasures
-    """Of the traffic as long as it is."""
+    """0 where not even requests far apart are within the limits, or no rate of interest lasts."""
+    measure: Callable[[], ServiceMeasures]
+    """Simulates the traffic, as long as it is, at the rate; where none lasts at the last tried."""
+
+    @cached_property
+    def measures(self) -> ServiceMeasures:
+        """How requests are served."""
+        return self.measure()
 
 
 APART = 1e-4
@@ -96,6 +104,8 @@ def highest_rate(
     limits: ServiceLimits,
     *,
     guess_per_s: float | None = None,
+    is_near: bool = False,
+    above_per_s: float = 0.0,
     deadline_s: float = math.inf,
 ) -> RateFound:
     """Return the highest rate at which `ATTAINMENT` of the requests are within the limits.
@@ -104,28 +114,39 @@ def highest_rate(
     a rate that lasts: a traffic that ends before engines are full says nothing of it, so it is
     repeated to `GENERATIONS` times the requests that run at once, of which the first are left out,
     and no rate counts that is above the one at which requests end in full engines. Found by
-    bisection that begins at `guess_per_s`, a guess of that highest rate. `deadline_s`: of
-    the clock of searches, from when on the best rate so far is returned, or `TimeoutError` is
-    raised where none was found. The measures are of the traffic itself at the rate.
+    bisection that begins at `guess_per_s`, a guess of that highest rate (`is_near`: to a few
+    percent), or just above `above_per_s`, if only rates above that are of interest. `deadline_s`:
+    of the clock of searches, from when on the best rate so far is returned, or `TimeoutError` is
+    raised where none was found.
     """
     if limits.ttft_s is None and limits.tpot_s is None:
         at_once = measured_at(models, traffic, limits, math.inf, deadline_s=deadline_s)
-        return RateFound(rate_per_s=at_once.requests_per_s, measures=at_once)
+        return RateFound(rate_per_s=at_once.requests_per_s, measure=lambda: at_once)
     if too_late_alone(models, traffic, limits):
-        never = measured_at(models, traffic, limits, guess_per_s, deadline_s=deadline_s)
-        return RateFound(rate_per_s=0.0, measures=never)
+        return RateFound(
+            rate_per_s=0.0, measure=lambda: measured_at(models, traffic, limits, guess_per_s)
+        )
     running = requests_at_once(models, traffic)
     long = repeated(traffic, GENERATIONS * running)
+
+    @cache
+    def lasts(rate: float) -> bool:
+        return attained(models, at_rate(long, rate), limits, running, deadline_s)
+
+    if above_per_s and not lasts((1 + MORE) * above_per_s):
+        return RateFound(
+            rate_per_s=0.0, measure=lambda: measured_at(models, traffic, limits, above_per_s)
+        )
     most = _full_rate(models, long, running, deadline_s)
     low, rate = highest_lasting(
-        lambda rate: attained(models, at_rate(long, rate), limits, running, deadline_s),
+        lasts,
         lambda rate: kept_apart(models, traffic, limits, rate, deadline_s=deadline_s),
         first=most if guess_per_s is None else min(most, guess_per_s),
         most=most,
+        is_near=is_near,
+        above=above_per_s,
     )
-    return RateFound(
-        rate_per_s=low, measures=measured_at(models, traffic, limits, low if low else rate)
-    )
+    return RateFound(rate_per_s=low, measure=lambda: measured_at(models, traffic, limits, rate))
 
 
 def highest_lasting(
@@ -134,18 +155,31 @@ def highest_lasting(
     *,
     first: float,
     most: float,
+    is_near: bool = False,
+    above: float = 0.0,
 ) -> tuple[float, float]:
-    """Return the highest rate that lasts, 0 where none was found, and the last that was tried.
+    """Return the highest rate that lasts and itself, or 0 and the last tried where none was found.
 
     Bisection from the rate `first` on, to RATE_STEP; none above `most` is tried. `kept_far_apart`:
     whether requests are within the limits far apart, asked once where the first rates are too high:
     if not, no rate is. A `TimeoutError` of either ends the search if there is a rate by then.
+
+    `is_near`: `first` is thought to be near that rate, so steps up or down are short at first.
+    `above`: only rates above it are of interest. One by MORE above is tried first, and none more if
+    that does not last.
     """
     low, high, rate = 0.0, math.inf, first
+    step = 1 + RATE_STEP if above or is_near else 1 / NEXT_LOWER
+    if above:
+        rate = (1 + MORE) * above
+        if rate > most:
+            return 0.0, most
     for tries in range(MOST_TRIES):
         try:
             found = lasts(rate)
-            if not (found or low) and tries == FIRST_TRIES and not kept_far_apart(rate):
+            if not (found or low) and (
+                above or (tries == FIRST_TRIES and not kept_far_apart(rate))
+            ):
                 break
         except TimeoutError:
             if low:
@@ -154,9 +188,12 @@ def highest_lasting(
         low, high = (rate, high) if found else (low, rate)
         if low >= most or (low and low >= (1 - RATE_STEP) * high):
             break
-        lower = NEXT_LOWER if tries < FIRST_TRIES else FAR_LOWER
-        rate = min(most, low / NEXT_LOWER, (low + high) / 2) if low else high * lower
-    return low, rate
+        if low:
+            rate = min(most, low * step, (low + high) / 2)
+        else:
+            rate = high / step if is_near or tries < FIRST_TRIES else high * FAR_LOWER
+        step = min(1 / NEXT_LOWER, step * step)
+    return low, low or rate
 
 
 class _Known(Exception):  # noqa: N818

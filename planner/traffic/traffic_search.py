@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Literal
 
 from llmpq.errors import DoesNotFitError
@@ -21,11 +23,12 @@ from llmpq.planner.solving.count_vectors import CountVectors, Vector
 from llmpq.planner.solving.device_groups import with_groups
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.topology_search import equal_shares
-from llmpq.planner.traffic.choose import best_under_all, best_variant, is_far_below
+from llmpq.planner.traffic.choose import best_beside, best_under_all, best_variant, is_far_below
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic
 from llmpq.planner.traffic.rates import (
     GENERATIONS,
+    MORE,
     RATE_STEP,
     RateFound,
     highest_rate,
@@ -36,6 +39,7 @@ from llmpq.planner.traffic.steady_state import MeanLengths
 from llmpq.plans.plan import Plan, TrafficForm
 from llmpq.plans.topology import EngineShare, Topology, TopologyPredicted
 from llmpq.service_measures import ATTAINMENT, Quantiles, ServiceMeasures
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 TrafficObjective = Literal["throughput", "rate", "latency"]
 REQUESTS_AT_ONCE = (64, 16, 256, 4, 1)
@@ -46,6 +50,12 @@ DEARER, MOST_BOUGHT = (3.0, 10.0, 30.0, 100.0, 1000.0), 3
 topologies of which they are tried."""
 COMPARED = 64
 """Requests by which plans are compared; the best is simulated under all."""
+OF_A_RATE = 200
+"""Requests by which the rates of engines by themselves are found."""
+HOPE = 1.25
+"""Times the largest share of a steady rate that is kept by simulation, that others may keep."""
+MOST_JOINED = 16
+"""Engines of several devices or groups that are planned, of each number of requests at once."""
 SOLVING_SHARE = 0.4
 """Share of the time that plans are looked for; then they are simulated."""
 
@@ -58,8 +68,13 @@ class Valued:
     engines: tuple[EnginePlan, ...]
     rate: RateFound
     """The highest rate within the limits (or without any, all at once)."""
-    served: ServiceMeasures
-    """At the traffic's own rate, or where that is to be found at the highest."""
+    at_own_rate: ServiceMeasures | None = None
+    """How it serves the traffic at its own rate, where that is not to be found."""
+
+    @property
+    def served(self) -> ServiceMeasures:
+        """At the traffic's own rate, or where that is to be found at the highest."""
+        return self.at_own_rate or self.rate.measures
 
     def worth(
         self, objective: TrafficObjective, price: float, enough: float = math.inf
@@ -102,6 +117,8 @@ class TrafficAnswer:
     state; None of those for whose simulation the time was too short."""
     tried: int
     """Engines that were planned."""
+    left_out: int
+    """Engines of several devices that were not, for they promise less."""
     complete: bool
     """Whether all engines were planned, and all that were to be simulated, within the time."""
     simulated: bool
@@ -122,6 +139,12 @@ class _Search:
     objective: TrafficObjective
     known: dict[tuple[Vector, int, int], EnginePlan | None] = field(default_factory=dict)
     rates: dict[tuple[object, ...], RateFound] = field(default_factory=dict)
+    not_above: dict[tuple[object, ...], float] = field(default_factory=dict)
+    """Rates above which no rate of an engine lasts."""
+    alone: dict[Vector, EnginePlan] = field(default_factory=dict)
+    """Engines as they serve best by themselves, of those that were simulated so."""
+    kept: float | None = None
+    """The largest share of a steady rate that an engine keeps by simulation: a guess for others."""
     late: bool = False
     """Whether the time was too short for a simulation."""
 
@@ -138,7 +161,9 @@ class _Search:
         key = self.vectors.canonical(v), requests, step_tokens
         if key not in self.known:
             places = self.vectors.places(key[0], [0] * len(self.vectors.counts))
-            self.known[key] = self.planner.plan(places, requests, step_tokens)
+            self.known[key] = self.planner.plan(
+                places, requests, step_tokens, solved_for=STEP_TOKENS[0]
+            )
         return self.known[key]
 
     def plans_of(
@@ -180,51 +205,62 @@ class _Search:
         return one.worth(self.objective, self.planner.price, self.enough)
 
     def few(self, engine: EnginePlan) -> int:
-        """Return how many requests the rate of an engine by itself is of, at most."""
-        at_once = requests_at_once([engine.model], self.traffic.arrivals)
-        return max(COMPARED, GENERATIONS * at_once)
+        """Return how many requests the rate of an engine by itself is of, at most.
 
-    def rate(self, engine: EnginePlan) -> RateFound:
+        The same for all engines, but those that have very many at once: the longest prompts, which
+        decide what is in time, are not among the first few.
+        """
+        at_once = requests_at_once([engine.model], self.traffic.arrivals)
+        return max(OF_A_RATE, GENERATIONS * at_once)
+
+    def rate(self, engine: EnginePlan, above_per_s: float = 0.0) -> RateFound | None:
         """Return the highest rate of an engine by itself, found once of those that are alike.
 
-        `TimeoutError` where the time is over before one is found.
+        None where it is not above `above_per_s`. `TimeoutError` where the time is over before one
+        is found.
         """
-        key = _alike(engine)
+        key = alike(engine)
         if key not in self.rates:
+            if above_per_s and self.not_above.get(key, math.inf) <= above_per_s:
+                return None
             models, traffic = [engine.model], self.traffic
-            self.rates[key] = highest_rate(
+            found = highest_rate(
                 models,
                 traffic.arrivals[: self.few(engine)],
                 traffic.limits,
-                guess_per_s=engine.steady.rate_per_s,
+                guess_per_s=engine.steady.rate_per_s * (self.kept or 1.0),
+                is_near=self.kept is not None,
+                above_per_s=above_per_s,
                 deadline_s=self.deadline_s,
             )
+            if above_per_s and not found.rate_per_s:
+                self.not_above[key] = above_per_s
+                return None
+            self.rates[key] = found
+            kept = found.rate_per_s / engine.steady.rate_per_s
+            self.kept = max(kept, self.kept or 0.0) or None
         return self.rates[key]
 
-    def own(
-        self, v: Vector, used: list[int], *, step_tokens: int | None, at_once: int | None
-    ) -> EnginePlan | None:
-        """Return that plan on the next devices that are not used."""
-        best = self.best_of(v, step_tokens=step_tokens, at_once=at_once)
-        if best is None:
-            return None
+    def own(self, v: Vector, used: list[int], like: EnginePlan) -> EnginePlan | None:
+        """Return the plan of an engine on the next devices that are not used."""
         places = self.vectors.places(v, used)
-        if set(best.places) <= set(places):
-            return best
-        batch = best.plan.workload.batch
-        return self.planner.plan(places, batch, best.step_tokens)
+        if set(like.places) <= set(places):
+            return like
+        batch, step = like.plan.workload.batch, like.step_tokens
+        return self.planner.plan(places, batch, step, solved_for=STEP_TOKENS[0])
 
     def engines(
-        self,
-        chosen: Sequence[Vector],
-        *,
-        step_tokens: int | None = None,
-        at_once: int | None = None,
+        self, chosen: Sequence[Vector], *, at_once: int | None = None
     ) -> tuple[EnginePlan, ...] | None:
-        """Return the best plans of disjoint engines, as of `best_of`; None where one has none."""
+        """Return plans of disjoint engines; None where one has none.
+
+        Of each the one that serves best by itself, or where that is not known by its steady state.
+        """
         used, found = [0] * len(self.vectors.counts), []
         for v in chosen:
-            one = self.own(v, used, step_tokens=step_tokens, at_once=at_once)
+            alone = None if at_once else self.alone.get(self.vectors.canonical(v))
+            like = alone or self.best_of(v, at_once=at_once)
+            one = None if like is None else self.own(v, used, like)
             if one is None:
                 return None
             found.append(one)
@@ -232,7 +268,7 @@ class _Search:
         return tuple(found)
 
 
-def _alike(engine: EnginePlan) -> tuple[object, ...]:
+def alike(engine: EnginePlan) -> tuple[object, ...]:
     """Return what an engine's times and room follow from: of equal ones, one is simulated."""
     plan, nodes = engine.plan, list(dict.fromkeys(stage.node for stage in engine.plan.stages))
     stages = [
@@ -274,21 +310,28 @@ def _searched(
     lengths = MeanLengths.of(traffic)
     grouped = with_groups(problem, options.kvs) if options.groups else None
     search = _Search(
-        planner=EnginePlanner(problem, options, path, lengths, traffic.limits),
+        planner=EnginePlanner(
+            problem, options, path, lengths, traffic.limits, ends_soon=objective == "latency"
+        ),
         vectors=CountVectors(problem if grouped is None else grouped.problem),
         deadline_s=start_s + options.time_limit_s * SOLVING_SHARE,
         planning_ends_at=began + (options.ends_at - began) * SOLVING_SHARE,
         traffic=traffic,
         objective=objective,
     )
-    complete = _plan_all(search)
+    complete, left_out = _plan_all(search)
     chosen = _chosen(search)
     if not chosen:
         raise DoesNotFitError(_nothing(traffic, complete))
     simple = _simple(search)
-    names = {f"few {n}": few for n, few in _others(search, chosen).items()}
-    ways = {"best": chosen, **simple, **names}
-    found = _all_valued(search, ways, start_s + options.time_limit_s)
+    end_s = start_s + options.time_limit_s
+    if objective == "rate" and math.isinf(search.enough):
+        found = _all_valued(search, simple, end_s)
+        search.deadline_s = now_s() + max(0.0, end_s - now_s()) / 2
+        found |= _all_valued(search, {"best": _best_sum(search) or chosen}, end_s)
+    else:
+        names = {f"few {n}": few for n, few in _others(search, chosen).items()}
+        found = _all_valued(search, {"best": chosen, **simple, **names}, end_s)
     valued = [one for one in found.values() if one is not None]
     simulated = bool(valued)
     valued = valued or [_unsimulated(search, chosen)]
@@ -321,6 +364,7 @@ def _searched(
             for name, v in simple.items()
         },
         tried=len(search.known),
+        left_out=left_out,
         complete=complete and not search.late,
         simulated=simulated,
         seconds=timer.seconds,
@@ -334,37 +378,91 @@ def _all_valued(
     found: dict[str, Valued | None] = {}
     for name, vectors in ways.items():
         search.deadline_s = now_s() + max(0.0, end_s - now_s()) / 2
-        engines = search.engines(vectors)
         try:
+            for v in vectors if search.objective == "rate" else ():
+                _by_itself(search, v)
+            engines = search.engines(vectors)
             one = None if engines is None else _simulated(search, name, engines)
         except TimeoutError:
             one, search.late = None, True
         if one is not None:
-            one = _with_best_steps(search, one, vectors)
             one = _for_best_requests(search, one, vectors)
         found[name] = one
     search.deadline_s = end_s
     return found
 
 
-def _with_best_steps(search: _Search, one: Valued, vectors: Sequence[Vector]) -> Valued:
-    """Return engines with the steps that serve best where a steady state says little of them.
+def _by_itself(search: _Search, v: Vector, above_per_s: float = 0.0) -> float:
+    """Return the highest rate of an engine by itself, and note its plan; 0 where it is not above.
 
-    It is of mean lengths: where the limits are narrow for the longest prompts, it is far above the
-    rate that is kept, which follows from how soon these are computed.
+    Where the steady state says little of the rate, of a plan in the steps that serve best: it is of
+    mean lengths, and where the limits are narrow for the longest prompts, it is far above the rate
+    that is kept, which follows from how soon these are computed.
     """
-    steady = sum(engine.steady.rate_per_s for engine in one.engines)
-    if search.objective != "rate" or not is_far_below(one.rate.rate_per_s, steady):
-        return one
-    known = {engine.step_tokens for engine in one.engines}
+    like = search.vectors.canonical(v)
+    if like not in search.alone:
+        first = search.best_of(v)
+        assert first is not None, "it was planned"
+        found = search.rate(first, above_per_s)
+        best = start = first, above_per_s if found is None else found.rate_per_s
+        if is_far_below(start[1], first.steady.rate_per_s):
+            best = best_beside(
+                start, sorted(STEP_TOKENS), first.step_tokens, partial(_in_other_steps, search, v)
+            )
+        if found is None and best is start:
+            return 0.0
+        search.alone[like] = best[0]
+    known = search.rate(search.alone[like])
+    assert known is not None, "it is above nothing"
+    return known.rate_per_s
 
-    def simulated(step_tokens: int) -> Valued | None:
-        engines = search.engines(vectors, step_tokens=step_tokens)
-        if known == {step_tokens} or engines is None or search.left_s() < 0:
-            return None
-        return _simulated(search, one.name, engines)
 
-    return best_variant(one, STEP_TOKENS, simulated, search.worth)
+def _in_other_steps(
+    search: _Search, v: Vector, step_tokens: int, best: tuple[EnginePlan, float]
+) -> tuple[EnginePlan, float] | None:
+    """Return an engine in other steps, and its rate, if it may be worth more than the best."""
+    engine, rate = best
+    other = search.best_of(v, step_tokens=step_tokens)
+    if other is None or alike(other) == alike(engine) or search.left_s() < 0:
+        return None
+    dearer = math.exp(search.planner.price * (other.loss - engine.loss))
+    found = search.rate(other, rate * dearer)
+    return None if found is None else (other, found.rate_per_s)
+
+
+def _best_sum(search: _Search) -> list[Vector]:
+    """Return the disjoint engines of the highest sum of rates, each by itself.
+
+    A rate is that of its simulation, or until it had one what its steady state lets hope for: as
+    large a share of it as any engine has by simulation, and HOPE times that. The engines of the
+    best sum are simulated until all of them are, each as far as it takes to say whether the sum is
+    the best.
+    """
+    planned = {v: one for v in search.vectors.vectors if (one := search.best_of(v)) is not None}
+    likes = {v: search.vectors.canonical(v) for v in planned}
+    ceilings: dict[Vector, float] = {}
+    while True:
+        known = {v: _by_itself(search, v) for v, like in likes.items() if like in search.alone}
+        shares = [rate / planned[v].steady.rate_per_s for v, rate in known.items()]
+        hope = min(1.0, HOPE * max(shares, default=1.0)) or 1.0
+        least, best = search.vectors.most_rows(known)
+        rates = dict(known)
+        for v, one in planned.items():
+            hoped = hope * one.steady.rate_per_s
+            rates.setdefault(v, min(hoped, ceilings.get(likes[v], math.inf)))
+        most, chosen = search.vectors.most_rows(rates)
+        new = [v for v in chosen if likes[v] not in search.alone]
+        if not new or most <= (1 + MORE) * least or search.left_s() < 0:
+            return best
+        v = max(new, key=lambda one: rates[one])
+        number = sum(likes[one] == likes[v] for one in chosen)
+        ceiling = max(0.0, rates[v] - (most - least) / number)
+        try:
+            _by_itself(search, v, ceiling)
+        except TimeoutError:
+            search.late = True
+            return best
+        ceilings[likes[v]] = ceiling
 
 
 def _for_best_requests(search: _Search, one: Valued, vectors: Sequence[Vector]) -> Valued:
@@ -376,7 +474,7 @@ def _for_best_requests(search: _Search, one: Valued, vectors: Sequence[Vector]) 
     if search.objective != "latency" and not search.worth(one)[0]:
         return one
 
-    def simulated(requests: int) -> Valued | None:
+    def simulated(requests: int, _: Valued) -> Valued | None:
         engines = search.engines(vectors, at_once=requests)
         if engines in (None, one.engines) or search.left_s() < 0:
             return None
@@ -391,29 +489,115 @@ def _unsimulated(search: _Search, chosen: Sequence[Vector]) -> Valued:
     assert engines is not None, "they were planned"
     rate, few = sum(one.steady.rate_per_s for one in engines), search.traffic.arrivals[:COMPARED]
     served = measured_at([one.model for one in engines], few, search.traffic.limits, rate)
-    found = RateFound(rate_per_s=rate, measures=served)
-    return Valued(name="best", engines=engines, rate=found, served=served)
+    return Valued(
+        name="best", engines=engines, rate=RateFound(rate_per_s=rate, measure=lambda: served)
+    )
 
 
-def _plan_all(search: _Search) -> bool:
-    """Plan every engine for several numbers of requests at once, then of other steps."""
-    first = [search.vectors.whole, *_cards(search)]
-    rest = sorted((v for v in search.vectors.vectors if v not in first), key=sum)
-    wanted = [search.vectors.canonical(v) for v in (*first, *rest)]
-    order = list(dict.fromkeys(wanted))
+def _plan_all(search: _Search) -> tuple[bool, int]:
+    """Plan engines for several numbers of requests at once, then take them in other steps.
+
+    Return whether the time was enough, and how many engines of several devices or groups were left
+    out, for those that promise more.
+    """
+    vectors = search.vectors
+    first = [vectors.whole, *_cards(search), *chain(*vectors.partitions)]
+    first += [v for v in vectors.vectors if sum(v) == 1]
+    first = list(dict.fromkeys(map(vectors.canonical, first)))
+    rest = {vectors.canonical(v) for v in vectors.vectors} - {*first}
+    joined: dict[Vector, None] = {}
     for requests in REQUESTS_AT_ONCE:
-        for v in order:
-            if search.planned_enough and search.known:
-                return False
-            search.engine(v, requests, STEP_TOKENS[0])
+        for own in (first, None):
+            for v in own or _promising(search, rest, requests):
+                if search.planned_enough and search.known:
+                    return False, 0
+                if not _is_known_worse(search, v, requests):
+                    search.engine(v, requests, STEP_TOKENS[0])
+                if own is None:
+                    joined[v] = None
     for step_tokens in STEP_TOKENS[1:]:
-        for v in order:
+        for v in (*first, *joined):
             best = search.best_of(v)
             requests = REQUESTS_AT_ONCE[0] if best is None else best.plan.workload.batch
             if search.planned_enough:
-                return search.vectors.complete
+                return False, 0
             search.engine(v, requests, step_tokens)
-    return search.vectors.complete
+    beaten = sum(_is_beaten(search, v) for v in rest if v not in joined)
+    return vectors.complete, len(rest) - len(joined) - beaten
+
+
+def _promising(search: _Search, rest: Collection[Vector], requests: int) -> list[Vector]:
+    """Return the engines of several devices or groups that promise most, by the rates of these.
+
+    A part that is no engine by itself, for want of room, counts as the others of its memory rate.
+    """
+    vectors = search.vectors
+    able = [
+        v for v in rest if not _is_beaten(search, v) and not _is_known_worse(search, v, requests)
+    ]
+    parts = {part for v in able for part in vectors.parts(v)}
+    known = {part: one.steady.rate_per_s for part in parts if (one := search.best_of(part))}
+    per_gbps = max((rate / vectors.mem_gbps(v) for v, rate in known.items()), default=1.0)
+
+    def promise(v: Vector) -> float:
+        own = [(part, v[part.index(1)]) for part in vectors.parts(v)]
+        return sum(n * known.get(one, per_gbps * vectors.mem_gbps(one)) for one, n in own)
+
+    return sorted(able, key=lambda v: (-promise(v), v))[:MOST_JOINED]
+
+
+def _is_beaten(search: _Search, v: Vector) -> bool:
+    """Whether an engine of several devices or groups need not be planned, by those of one each.
+
+    That is where a group's devices do better by themselves in other shares, or where each of its
+    parts, as an engine, has room for more requests than the limits allow: joined, they have more
+    room, of no use, and wait for each other. Not said of all devices, of a node's, and of all of a
+    class: prompts that are cut go through several stages at once.
+    """
+    vectors, kinds = search.vectors, range(len(search.vectors.counts))
+    parts = vectors.parts(v)
+    if sum(v) == 1 or v == vectors.whole or any(v in parting for parting in vectors.partitions):
+        return False
+    best = {part: search.best_of(part) for part in parts}
+    for part, own in best.items():
+        if part in vectors.groups:
+            others = (search.best_of(other) for other in vectors.same_devices(part))
+            least = 0.0 if own is None else own.steady.rate_per_s
+            if any(one is not None and one.steady.rate_per_s > least for one in others):
+                return True
+    if any(v == vectors.alone([n * (c == k) for c, n in enumerate(vectors.counts)]) for k in kinds):
+        return False
+    return all(one is not None and _has_room(search, one) for one in best.values())
+
+
+def _has_room(search: _Search, engine: EnginePlan) -> bool:
+    """Whether an engine has room for more requests than it has at once by the limits."""
+    limits, lengths, running = engine.model.limits, search.planner.lengths, engine.steady.running
+    tokens = 1.25 * running * (lengths.prompt + lengths.output / 2)
+    return running < limits.max_rows and tokens < limits.num_blocks * BLOCK_TOKENS
+
+
+def _is_known_worse(search: _Search, v: Vector, requests: int) -> bool:
+    """Whether an engine for so many requests at once need not be planned, by those that are.
+
+    That is where one for fewer has not all of them at once in its steady state, for want of room or
+    by the limits: more requests have less room; or where one for more has as many or more at once,
+    and loses no quality for it. Where answers are to end soon, few requests may be served quicker.
+    """
+    if search.objective == "latency" or math.isfinite(search.enough):
+        return False
+    key = search.vectors.canonical(v)
+    for other in REQUESTS_AT_ONCE:
+        if (key, other, STEP_TOKENS[0]) not in search.known:
+            continue
+        engine = search.known[key, other, STEP_TOKENS[0]]
+        running = 0 if engine is None else engine.steady.running
+        if other < requests and running < other:
+            return True
+        loss = 0.0 if engine is None else engine.loss * search.planner.price
+        if other > requests and running >= requests and loss < RATE_STEP:
+            return True
+    return False
 
 
 def _cards(search: _Search) -> list[Vector]:
@@ -462,8 +646,6 @@ def _simple(search: _Search) -> dict[str, list[Vector]]:
     best_card = max(cards, key=rate)
     if rate(best_card):
         found["card"] = [best_card]
-    if sum(counts) > 1 and rate(vectors.whole):
-        found["pipeline"] = [vectors.whole]
     even = [v for v, group in vectors.groups.items() if len(set(group.shares)) == 1 and rate(v)]
     if even:
         found["shared"] = [max(even, key=rate)]
@@ -475,6 +657,8 @@ def _simple(search: _Search) -> dict[str, list[Vector]]:
     able = [one for one in shares if len(one) > 1 and all(rate(v) for v in one)]
     if able:
         found["replicas"] = max(able, key=lambda one: sum(map(rate, one)))
+    if sum(counts) > 1 and rate(vectors.whole):  # the dearest to simulate: others tell what to try
+        found["pipeline"] = [vectors.whole]
     return found
 
 
@@ -504,15 +688,15 @@ def _simulated(search: _Search, name: str, engines: tuple[EnginePlan, ...]) -> V
     models = [one.model for one in engines]
     few, limits = traffic.arrivals[:COMPARED], traffic.limits
     if search.objective == "rate":
-        found = [search.rate(engine) for engine in engines]
+        found = [one for engine in engines if (one := search.rate(engine)) is not None]
         total = sum(one.rate_per_s for one in found)
-        rate = RateFound(rate_per_s=total, measures=found[0].measures)
+        rate = RateFound(rate_per_s=total, measure=found[0].measure)
     else:
         rate = highest_rate(models, few, limits, deadline_s=late)
-    served = rate.measures
+    own = None
     if search.objective == "latency" or math.isfinite(search.enough):
-        served = measured_at(models, few, limits, deadline_s=late)
-    return Valued(name=name, engines=engines, rate=rate, served=served)
+        own = measured_at(models, few, limits, deadline_s=late)
+    return Valued(name=name, engines=engines, rate=rate, at_own_rate=own)
 
 
 def _bought_back(search: _Search, one: Valued) -> list[Valued]:
@@ -552,21 +736,20 @@ def _under_all(search: _Search, best: Valued) -> Valued:
     traffic, models = search.traffic, [one.model for one in best.engines]
     every, rate = traffic.arrivals, best.rate
     guess = rate.rate_per_s if search.objective == "rate" else None
-    served = rate.measures
     known = len(models) == 1 and len(every) <= search.few(best.engines[0])
+    own = best.at_own_rate
     try:
         if (guess and not known) or (guess is None and len(every) > COMPARED):
             rate = highest_rate(
                 models, every, traffic.limits, guess_per_s=guess, deadline_s=search.deadline_s
             )
-            served = rate.measures
     except TimeoutError:
         search.late = True
         if len(models) > 1 and traffic.rate_per_s is None:  # that of engines by themselves
-            served = measured_at(models, every[:COMPARED], traffic.limits, guess)
+            own = measured_at(models, every[:COMPARED], traffic.limits, guess)
     if traffic.rate_per_s is not None:
-        served = measured_at(models, every, traffic.limits)
-    return replace(best, rate=rate, served=served)
+        own = measured_at(models, every, traffic.limits)
+    return replace(best, rate=rate, at_own_rate=own)
 
 
 def _at_given_rate(search: _Search, best: Valued) -> Valued:
@@ -575,7 +758,7 @@ def _at_given_rate(search: _Search, best: Valued) -> Valued:
     if traffic.rate_per_s is None:
         return best
     models = [one.model for one in best.engines]
-    return replace(best, served=measured_at(models, traffic.arrivals, traffic.limits))
+    return replace(best, at_own_rate=measured_at(models, traffic.arrivals, traffic.limits))
 
 
 def _plan_file(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llmpq.plans.plan import Plan
 from llmpq.plans.topology import Topology
@@ -51,6 +51,12 @@ class EngineModel:
             speed=1.0 if predicted is None else max(predicted.output_tokens_per_s, 1e-9),
         )
 
+    def without_prefixes(self) -> EngineModel:
+        """Return an engine that finds no prefixes, if it steps as one that does."""
+        if self.limits.snapshots:  # of recurrent layers: prompts are cut where they are kept
+            return self
+        return replace(self, limits=replace(self.limits, prefix_cache=False))
+
     def engine(self, ended: Callable[[ServedRequest], None] | None = None) -> SimulatedEngine:
         """Return it, idle at 0 s; `ended` is called with each request as it ends."""
         return SimulatedEngine(self.limits, self.stages, host_s=self.host_s, ended=ended)
@@ -81,6 +87,8 @@ def simulate(
     in order of time, of several by turns. What it raises ends the simulation.
     """
     shares_blocks = any(arrival.blocks for arrival in traffic)
+    if not shares_blocks:  # nothing to be found, so that nothing need be kept for it
+        models = [one.without_prefixes() for one in models]
     replicas = [_Replica(engine=one.engine(ended), speed=one.speed) for one in models]
     work: dict[int, float] = {}
     for number, arrival in enumerate(traffic):
