@@ -653,7 +653,8 @@ def _simple(search: _Search) -> dict[str, list[Vector]]:
         [vectors.alone([count // n for count in counts])] * n
         for n in equal_shares(counts, sum(counts))
     ]
-    shares.append([v for v, count in zip(cards, counts, strict=True) for _ in range(count)])
+    of_each = zip(cards, counts, strict=True)
+    shares.append([v for v, count in of_each if rate(v) for _ in range(count)])
     able = [one for one in shares if len(one) > 1 and all(rate(v) for v in one)]
     if able:
         found["replicas"] = max(able, key=lambda one: sum(map(rate, one)))
