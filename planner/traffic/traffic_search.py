@@ -56,6 +56,8 @@ HOPE = 1.25
 """Times the largest share of a steady rate that is kept by simulation, that others may keep."""
 MOST_JOINED = 16
 """Engines of several devices or groups that are planned, of each number of requests at once."""
+STEPS_HOPE = 2.0
+"""Times a rate that other steps may give. Seen: up to 2.5, where hardly a request is in time."""
 SOLVING_SHARE = 0.4
 """Share of the time that plans are looked for; then they are simulated."""
 
@@ -143,6 +145,8 @@ class _Search:
     """Rates above which no rate of an engine lasts."""
     alone: dict[Vector, EnginePlan] = field(default_factory=dict)
     """Engines as they serve best by themselves, of those that were simulated so."""
+    in_best_steps: set[Vector] = field(default_factory=set)
+    """Of these, those that were simulated in other steps, too."""
     kept: float | None = None
     """The largest share of a steady rate that an engine keeps by simulation: a guess for others."""
     late: bool = False
@@ -395,26 +399,38 @@ def _all_valued(
 def _by_itself(search: _Search, v: Vector, above_per_s: float = 0.0) -> float:
     """Return the highest rate of an engine by itself, and note its plan; 0 where it is not above.
 
-    Where the steady state says little of the rate, of a plan in the steps that serve best: it is of
-    mean lengths, and where the limits are narrow for the longest prompts, it is far above the rate
-    that is kept, which follows from how soon these are computed.
+    The plan has the steps that are best by its steady state, or where these are not above, others
+    that are, if the steady state says little of the rate: it is of mean lengths, and where limits
+    are narrow for the longest prompts, it is far above the rate that is kept.
     """
     like = search.vectors.canonical(v)
     if like not in search.alone:
         first = search.best_of(v)
         assert first is not None, "it was planned"
-        found = search.rate(first, above_per_s)
-        best = start = first, above_per_s if found is None else found.rate_per_s
-        if is_far_below(start[1], first.steady.rate_per_s):
-            best = best_beside(
-                start, sorted(STEP_TOKENS), first.step_tokens, partial(_in_other_steps, search, v)
-            )
-        if found is None and best is start:
+        tried = [first]
+        if above_per_s and is_far_below(above_per_s, first.steady.rate_per_s):
+            others = (search.best_of(v, step_tokens=size) for size in STEP_TOKENS)
+            tried += [one for one in others if one is not None]
+        found = next((one for one in tried if search.rate(one, above_per_s) is not None), None)
+        if found is None:
             return 0.0
-        search.alone[like] = best[0]
+        search.alone[like] = found
     known = search.rate(search.alone[like])
     assert known is not None, "it is above nothing"
     return known.rate_per_s
+
+
+def _in_best_steps(search: _Search, v: Vector) -> None:
+    """Note an engine's plan in the steps in which it serves best by itself."""
+    like = search.vectors.canonical(v)
+    own = search.alone[like]
+    search.alone[like], _ = best_beside(
+        (own, _by_itself(search, v)),
+        sorted(STEP_TOKENS),
+        own.step_tokens,
+        partial(_in_other_steps, search, v),
+    )
+    search.in_best_steps.add(like)
 
 
 def _in_other_steps(
@@ -434,35 +450,44 @@ def _best_sum(search: _Search) -> list[Vector]:
     """Return the disjoint engines of the highest sum of rates, each by itself.
 
     A rate is that of its simulation, or until it had one what its steady state lets hope for: as
-    large a share of it as any engine has by simulation, and HOPE times that. The engines of the
-    best sum are simulated until all of them are, each as far as it takes to say whether the sum is
-    the best.
+    large a share of it as any engine has by simulation, and HOPE times that. Where it is far below
+    its steady state in the steps that are best by that, others may give STEPS_HOPE times as much.
+    The engines of the best sum are simulated until all of them are, each as far as it takes to say
+    whether the sum is the best.
     """
     planned = {v: one for v in search.vectors.vectors if (one := search.best_of(v)) is not None}
     likes = {v: search.vectors.canonical(v) for v in planned}
     ceilings: dict[Vector, float] = {}
     while True:
         known = {v: _by_itself(search, v) for v, like in likes.items() if like in search.alone}
-        shares = [rate / planned[v].steady.rate_per_s for v, rate in known.items()]
-        hope = min(1.0, HOPE * max(shares, default=1.0)) or 1.0
+        steady = {v: planned[v].steady.rate_per_s for v in planned}
+        hope = HOPE * max((rate / steady[v] for v, rate in known.items()), default=1.0)
         least, best = search.vectors.most_rows(known)
-        rates = dict(known)
-        for v, one in planned.items():
-            hoped = hope * one.steady.rate_per_s
-            rates.setdefault(v, min(hoped, ceilings.get(likes[v], math.inf)))
+        open_ = {
+            v: min(steady[v], STEPS_HOPE * rate)
+            for v, rate in known.items()
+            if is_far_below(rate, steady[v]) and likes[v] not in search.in_best_steps
+        }
+        rates = {
+            v: min(steady[v] * min(hope or 1.0, 1.0), ceilings.get(like, math.inf))
+            for v, like in likes.items()
+        }
+        rates |= known | open_
         most, chosen = search.vectors.most_rows(rates)
-        new = [v for v in chosen if likes[v] not in search.alone]
+        new = [v for v in chosen if v in open_ or v not in known]
         if not new or most <= (1 + MORE) * least or search.left_s() < 0:
             return best
         v = max(new, key=lambda one: rates[one])
         number = sum(likes[one] == likes[v] for one in chosen)
-        ceiling = max(0.0, rates[v] - (most - least) / number)
         try:
-            _by_itself(search, v, ceiling)
+            if v in known:
+                _in_best_steps(search, v)
+            else:
+                ceilings[likes[v]] = max(0.0, rates[v] - (most - least) / number)
+                _by_itself(search, v, ceilings[likes[v]])
         except TimeoutError:
             search.late = True
             return best
-        ceilings[likes[v]] = ceiling
 
 
 def _for_best_requests(search: _Search, one: Valued, vectors: Sequence[Vector]) -> Valued:
