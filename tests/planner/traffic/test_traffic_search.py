@@ -20,10 +20,12 @@ from llmpq.planner.make import make_plan
 from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
 from llmpq.planner.problem.requests import PlanRequest, TrafficFlags
 from llmpq.planner.solving.answer import checked_plan
+from llmpq.planner.solving.count_vectors import CountVectors
+from llmpq.planner.solving.device_groups import with_groups
 from llmpq.planner.traffic import traffic_search
-from llmpq.planner.traffic.engine_plans import EnginePlanner
+from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
-from llmpq.planner.traffic.rates import highest_rate, kept_apart
+from llmpq.planner.traffic.rates import RateFound, highest_rate, kept_apart, measured_at
 from llmpq.planner.traffic.steady_state import MeanLengths, best_state, steady_state
 from llmpq.plans.plan import Plan
 from llmpq.plans.topology import Topology, read_plan
@@ -312,6 +314,50 @@ def test_simpler_ways_are_beside_the_plan_in_one_measure(
     assert own is not None
     others = [value for value in found.values() if value is not None]
     assert others and (own <= min(others) if "answer" in unit else own >= max(others))
+
+
+@pytest.mark.parametrize(
+    ("alone", "joined", "engines"),
+    [(0.9, 0.2, 3), (0.2, 1.0, 1), (0.3, 0.3, 3)],
+)
+def test_engines_are_taken_by_what_they_keep_when_simulated(
+    alone: float, joined: float, engines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by their steady states: one device each keeps a share of it, of several another."""
+
+    def rate(self: Any, engine: EnginePlan, above_per_s: float = 0.0) -> RateFound | None:
+        several = len(engine.places) > 1 or not isinstance(engine.places[0], str)
+        found = engine.steady.rate_per_s * (joined if several else alone)
+        measure = lambda: measured_at([engine.model], traffic.arrivals, traffic.limits)  # noqa: E731
+        return RateFound(rate_per_s=found, measure=measure) if found > above_per_s else None
+
+    monkeypatch.setattr(traffic_search._Search, "rate", rate)
+    monkeypatch.setattr(traffic_search, "_under_all", lambda _, one: one)
+    flags = {"prompt": "64,256", "gen": "16,48", "rate": "max", "ttft": 0.5, "tpot": 0.05}
+    job, traffic, objective = traffic_job(
+        PlanRequest(model="opt-1.3b", devices="v100,t4:2", bits="16", requests=30, **flags)
+    )
+    found = traffic_search.search_traffic(job.problem, job.options, None, traffic, objective)
+    assert len(found.compared.engines) == engines
+    used = [name for engine in found.compared.engines for name in engine.places]
+    assert len(used) == len(set(used)) and (engines == 1 or len(used) == 3)
+
+
+def test_an_engine_of_several_has_parts_of_which_groups_are_had_in_other_shares() -> None:
+    request = PlanRequest(model="opt-1.3b", devices="5090,3090:2", prompt="512", gen="64", rate="1")
+    job, _, _ = traffic_job(request)
+    grouped = with_groups(job.problem, job.options.kvs)
+    assert grouped is not None
+    vectors = CountVectors(grouped.problem)
+    one, two = (vectors.alone(counts) for counts in ((1, 0), (0, 1)))
+    assert vectors.parts(vectors.whole) == [one, two]
+    assert vectors.mem_gbps(vectors.whole) == vectors.mem_gbps(one) + 2 * vectors.mem_gbps(two)
+    for group in vectors.groups:
+        others = vectors.same_devices(group)
+        assert vectors.parts(group) == [group] and group not in others
+        assert {vectors.used(other) for other in others} <= {vectors.used(group)}
+        assert all(vectors.same_devices(other).count(group) == 1 for other in others)
+    assert any(vectors.same_devices(group) for group in vectors.groups)
 
 
 def test_a_rate_that_is_kept_leaves_the_rest_to_quality(tmp_path: Path) -> None:
