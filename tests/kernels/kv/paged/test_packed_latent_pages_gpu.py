@@ -20,6 +20,7 @@ STEPS = (
 )
 
 
+@pytest.mark.timeout(600)  # Triton 3.6 compiles the kernels of 8 bits in 130 s of a core
 @pytest.mark.parametrize("kv", [KVPrecision.KV4, KVPrecision.KV8])
 @pytest.mark.parametrize("heads", [16, 40])
 def test_chunks_and_decoding_rows(kv, heads):
