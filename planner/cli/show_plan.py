@@ -17,7 +17,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable, replace_text
 from llmpq.pictures.plan_page import Beside, plan_page, topology_page
 from llmpq.pictures.text_pictures import memory_bars, pipeline_lines
-from llmpq.planner.cli.alternatives import MethodRow, bits_lines, left_out_lines
+from llmpq.planner.cli.alternatives import MethodRow, Speed, bits_lines, left_out_lines
 from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.certificates import (
     save_plan,
@@ -41,6 +41,7 @@ from llmpq.planner.solving.answer import (
     in_waves,
     one_engine,
     pipeline_below,
+    score,
     solve_options,
     solved,
     without_sending,
@@ -265,9 +266,18 @@ def _best_of_all(
     limit_s = options.time_limit_s  # of all, and topologies may be looked for once more
     left_s = max(LEAST_LEFT * limit_s, limit_s - 2 * spent_s)
     more = answer(problem, replace(options, time_limit_s=left_s), path)
+    if _is_worse(more, best, options):  # the time ended the longer search on another way
+        return best, found
     if more.outcome.value >= best.outcome.value * (1 - TOPOLOGY_GAP):
         return more, found
     return more, _topology(problem, more, options, path, exactly)
+
+
+def _is_worse(one: Answer, than: Answer, options: SolveOptions) -> bool:
+    """Whether a plan is worse than another of as many rows, by what the options state."""
+    own = score(one, one.plan.predicted, options)
+    other = score(than, than.plan.predicted, options)
+    return own > other + SAME_VALUE * max(1.0, abs(other))
 
 
 def _quick(problem: Problem, options: SolveOptions, path: str | None) -> Answer:
@@ -682,7 +692,7 @@ def _what_if(
 
     Without a plan of the job as it is: what it would make possible.
     """
-    from llmpq.planner.cli.what_if import compared, made_possible
+    from llmpq.planner.cli.what_if import compared, made_possible, only_adds
 
     lines = []
     for change, request, problem, options in changes:
@@ -703,6 +713,14 @@ def _what_if(
             closer = closer_refusal(request, problem, refused, path)
             lines.append(f"what if {change}: {closer}")
             continue
-        said = made_possible(other.plan) if best is None else compared(best.plan, other.plan)
+        if best is None:
+            said = made_possible(other.plan)
+        elif only_adds(change) and _is_worse(other, best, options):
+            said = (
+                f"no better plan was found with it: {Speed.of_plan(best.plan).text} as without it "
+                "(a longer --time-limit may find one)"
+            )
+        else:
+            said = compared(best.plan, other.plan)
         lines.append(f"what if {change}: {said}")
     return lines

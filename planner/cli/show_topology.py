@@ -43,17 +43,19 @@ def topology_lines(
     own = (words, waves * pipeline.total_s, pipeline.sum_omega)
     rows = work.batch * work.gen_len
     lines = _verdict(found, exactly)
+    joined = any(device.joined for device in found.pipeline.problem.cluster.devices)
+    unit = "group" if joined else "card"  # --tensor-parallel makes groups that are never parted
     for name, one in (
-        ("best single card", simple["card"]),
+        (f"best single {unit}", simple["card"]),
         ("best pipeline", own),
         ("even tensor parallel", simple["shared"]),
         ("one engine a node", simple["node"]),
-        ("one engine a card", simple["each"]),
+        (f"one engine a {unit}", simple["each"]),
         ("equal replicas", simple["equal"]),
     ):
         if one is None and name in ("one engine a node", "equal replicas", "even tensor parallel"):
             continue
-        if exactly == 1 and name in ("one engine a node", "one engine a card", "equal replicas"):
+        if exactly == 1 and name in ("one engine a node", f"one engine a {unit}", "equal replicas"):
             continue
         lines.append(f"{name}: {_simple_text(one, rows, alone=work.batch == 1)}")
     lines += _searched(found)

@@ -109,6 +109,11 @@ def parts_of(change: str) -> list[str]:
     return sorted(parts, key=lambda one: 2 if one.startswith("--") else kinds.get(one[:1], 2))
 
 
+def only_adds(change: str) -> bool:
+    """Whether a change adds devices and does nothing else: the plan without it is one with it."""
+    return all(part.startswith("+") for part in parts_of(change))
+
+
 def changed_devices(
     request: PlanRequest, cluster: Cluster, change: str
 ) -> tuple[PlanRequest, Cluster | None]:

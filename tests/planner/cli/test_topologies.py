@@ -15,12 +15,15 @@ import pytest
 
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.__main__ import main
+from llmpq.planner.cli import show_plan
 from llmpq.planner.cli.show_plan import best_answer
 from llmpq.planner.export import request_shares
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.solving.answer import Answer, TopologyAnswer, answer, answer_topology
 from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.topology_search import KnownPipeline
 from llmpq.plans.plan import Plan
 from llmpq.plans.topology import Topology, read_plan
 from llmpq.units import shown
@@ -136,7 +139,7 @@ def test_devices_shared_by_a_flag_make_engines(planned: Any) -> None:
     plan, lines = planned(*words, "--tensor-parallel", "2")
     assert isinstance(plan, Topology) and len(plan.engines) == 2
     assert all(stage.shares == (1, 1) for stage in plan.stages)
-    assert any(line.startswith("best single card: 2 x RTX-3090") for line in lines)
+    assert any(line.startswith("best single group: 2 x RTX-3090") for line in lines)
 
 
 def test_slow_links_between_nodes_are_not_crossed(
@@ -501,6 +504,60 @@ def _value(p: Problem, options: SolveOptions, engines: str) -> float:
     if found is None or found.topology is None:
         return best.outcome.value
     return found.found.value
+
+
+def test_a_longer_search_that_found_less_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time ended it on another way than the short one before it went."""
+    request = PlanRequest(model="opt-1.3b", devices="3090:2", batch=8)
+    job, found = show_plan.read_job(request), list[Answer]()
+
+    def worse_each_time(*args: Any) -> Answer:
+        one, times = answer(*args), 1 + len(found)
+        assert one.plan.predicted is not None
+        slow = one.plan.predicted.model_copy(update={"total_s": times * one.time_s})
+        outcome = replace(one.outcome, bound=0.0, value=times * one.outcome.value)
+        plan = one.plan.model_copy(update={"predicted": slow})
+        found.append(replace(one, outcome=outcome, plan=plan))
+        return found[-1]
+
+    monkeypatch.setattr(show_plan, "answer", worse_each_time)
+    monkeypatch.setattr(show_plan, "answer_topology", _no_better)
+    best, _ = best_answer(request, job.problem, job.options, job.path)
+    assert len(found) == 2 and best is found[0]
+
+
+def test_a_device_more_is_never_said_to_be_a_loss(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan without it is one with it: a search among more devices may only miss it."""
+    real = show_plan.best_answer
+
+    def found_less(
+        request: PlanRequest, problem: Problem, *args: Any
+    ) -> tuple[Answer, TopologyAnswer | None]:
+        best, several = real(request, problem, *args)
+        times = {1: 2.0, 2: 3.0, 3: 4.0}[len(problem.cluster.devices)]
+        assert best.plan.predicted is not None
+        slow = best.plan.predicted.model_copy(update={"total_s": times * best.time_s})
+        return replace(best, plan=best.plan.model_copy(update={"predicted": slow})), several
+
+    monkeypatch.setattr(show_plan, "best_answer", found_less)
+    words = ["--devices", "3090:2", "--model", "opt-1.3b", "--batch", "1", "--gen-len", "5"]
+    words += ["--tensor-parallel", "1", "--max-devices", "1"]
+    assert main([*words, "--what-if", "+3090", "--what-if", "batch=2,+3090"]) == 0
+    lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("what if ")]
+    assert lines[0].startswith("what if +3090: no better plan was found with it: first token after")
+    assert "(+" in lines[1], "of another job nothing is known"
+
+
+def _no_better(problem: Problem, best: Answer, *args: Any, **options: Any) -> Any:
+    """Return that no topology betters a pipeline of which no bound is known."""
+    return replace(
+        answer_topology(problem, best, *args, **options),
+        topology=None,
+        plans=(),
+        known=KnownPipeline(value=best.outcome.value, bound=0.0),
+    )
 
 
 def _score(plan: Plan | Topology) -> float:
