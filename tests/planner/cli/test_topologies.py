@@ -196,7 +196,6 @@ def test_unequal_cards_have_rows_by_their_speed(planned: Any) -> None:
     assert rows["RTX-5090"] > 1.5 * rows["RTX-3090"]
 
 
-@pytest.mark.seldom  # `two_engines`, above, asks for two
 def test_so_many_engines_as_are_asked_for(planned: Any) -> None:
     words = ["--devices", "3090:4", "--model", "qwen3-8b", "--batch", "16", *JOB]
     plan, lines = planned(*words, "--engines", "2")

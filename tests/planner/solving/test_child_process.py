@@ -89,7 +89,6 @@ def test_the_answer_is_the_same_as_in_place() -> None:
             )
 
 
-@pytest.mark.seldom  # plans are, above
 def test_fronts_and_estimates_are_the_same_as_in_place() -> None:
     p = _problem()
     front, offload = pareto_front(p, points=3), estimate_flexgen(p)
