@@ -71,6 +71,7 @@ class Kernel(StrEnum):
     SPLITK_GEMM = "splitk_gemm"
     WGMMA_GEMM = "wgmma_gemm"
     WGMMA_ROWS = "wgmma_rows"
+    RING_GEMV = "ring_gemv"
     CUDA_GEMV = "cuda_gemv"
     CUDA_DEQUANTIZE = "cuda_dequantize"
     DEQUANTIZE = "dequantize"
@@ -94,6 +95,7 @@ HELP = {
     Kernel.SPLITK_GEMM: "tiles of w, K split over programs",
     Kernel.WGMMA_GEMM: "wgmma fed from registers, x by TMA (Gluon)",
     Kernel.WGMMA_ROWS: "the same, any multiple of 8 rows a tile (CUDA C++)",
+    Kernel.RING_GEMV: "few rows of x, words through rings of shared memory (CUDA C++)",
     Kernel.CUDA_GEMV: "few rows of x, w read as it is stored (CUDA C++)",
     Kernel.CUDA_DEQUANTIZE: "w in float16 (CUDA C++), then cuBLAS",
     Kernel.DEQUANTIZE: "w in x's type, then cuBLAS or oneDNN",
@@ -151,6 +153,10 @@ TENSOR_CORES = (8, 0)
 GEMV_ROWS, GEMV_ROWS_BF16_ZEROS = 8, 2
 """Most rows of gemv.py. Of 4-bit weights whose tiles have times of their own, two: gemv, which has
 float16's, would be expected too fast (timed in layers, H100)."""
+RING_ROWS, RING_ROWS_DENSE = 4, 1
+"""Most rows of ring_gemv.cu, whose programs load all of x (H200, 4 bits, 24576 x 4096 at 1, 4 and 8
+rows: 17.3, 18.6, 20.1 us, 22 by tiles; 16 bits: steps of Llama-3.1-8B of one request 4.12 ms, by
+cuBLAS 4.52)."""
 SPLITK_ROWS = 256
 """Most rows of splitk_gemm.py: past them each tile of w is unpacked many times."""
 CUDA_GEMV_ROWS, CUDA_GEMV_ROWS_VOLTA = 64, 16
@@ -214,6 +220,8 @@ _PACKED = (KernelForm.WORDS, KernelForm.PARTS, KernelForm.PARTS_3)
 
 _ALIGNED = "x, w and y start on 16 bytes"
 _COMPILED = _ALIGNED + ", NVRTC"
+_RINGS_NEED = "4 bits, K in 128s, x on 16 bytes, NVRTC"
+_DENSE_NEEDS = "16 bits, K in 128s, N in 16s, x on 16 bytes, NVRTC"
 _HALVES_COMPILED = "float16, even K, NVRTC that knows the card"
 _GLUON_EXPERTS = "16-bit x, K in eights from 256"
 
@@ -250,6 +258,10 @@ def _table() -> Iterator[Line]:
     many, more = (1, SPLITK_ROWS), (WGMMA_FROM, None)
     yield from _lines((KernelForm.WORDS, *_SCALED), k.GEMV, g + "gemv.py", _NEW, some, ranked=True)
     yield from _lines((KernelForm.WORDS_BF16_ZEROS,), k.GEMV, g + "gemv.py", _NEW, few, ranked=True)
+    ring, ring_rows = g + "cuda/ring_gemv.cu", (1, RING_ROWS)
+    yield from _lines(
+        _INTEGERS, k.RING_GEMV, ring, _HOPPER, ring_rows, ranked=True, needs=_RINGS_NEED
+    )
     tiles, looked_up = g + "splitk_gemm.py", (KernelForm.LOOKED_UP,)
     tiled = (*_INTEGERS, *_HALVED, *_NO_WGMMA)
     yield from _lines(tiled, k.SPLITK_GEMM, tiles, _NEW, many, ranked=True)
@@ -362,6 +374,10 @@ def _table() -> Iterator[Line]:
     dense = "AMX bfloat16 to 64 rows, weights to 2 MiB to 16, others to 4"
     yield from _lines((KernelForm.DENSE,), k.NATIVE, "cpu/dense.py", _NATIVE, (1, 64), needs=dense)
     yield from _lines((KernelForm.DENSE,), k.TORCH, "cpu/dense.py", _CPUS)
+    few_dense, dense_file = (1, RING_ROWS_DENSE), "gemm/dense_few.py"
+    yield from _lines(
+        (KernelForm.DENSE,), k.RING_GEMV, dense_file, _HOPPER, few_dense, needs=_DENSE_NEEDS
+    )
     yield from _lines((KernelForm.DENSE,), k.TORCH, "weights/dense_weight.py", _GPUS)
     # CPUs; which of our own kernels runs is native/products.cpp's to say.
     own = "cpu/native_linear.py"

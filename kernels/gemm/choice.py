@@ -23,6 +23,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats.packed_words import PackedWords
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
+from llmpq.kernels.gemm.cuda import ring_launch
 from llmpq.kernels.gemm.ranking.candidates import candidates, ranked_kernels
 from llmpq.kernels.gemm.ranking.config import DENSE, Config, ProductPlan, make_plan
 from llmpq.kernels.gemm.ranking.learned import learned
@@ -106,10 +107,11 @@ def plan(
     symmetric: bool = True,
     *,
     words: bool = True,
+    rings: bool = True,
 ) -> ProductPlan:
     """Decide how to multiply `rows` rows of x by a weight [n, k] on `device`.
 
-    `words`: whether a row or a k-group of it has one scale.
+    `words`: whether a row or a k-group of it has one scale; `rings`: whether `ring_gemv` reads x.
     """
     if device.type != "cuda":
         raise ValueError(f"plan: got device {device}, expected a CUDA GPU")
@@ -119,8 +121,10 @@ def plan(
         return make_plan(DENSE, machine.capability)
     config = _tried.get(product) or learned(device).get(product)
     config = config or _measured(machine, product)
-    if config is None or (config.kernel == Kernel.WGMMA_ROWS and not (words and machine.nvrtc)):
-        config = choose(product, machine, words=words)
+    served = words and machine.nvrtc
+    lacks = {Kernel.WGMMA_ROWS: not served, Kernel.RING_GEMV: not (served and rings)}
+    if config is None or lacks.get(Kernel(config.kernel), False):
+        config = choose(product, machine, words=words, rings=rings)
     return make_plan(config, machine.capability)
 
 
@@ -142,12 +146,12 @@ def read_again() -> None:
     plan.cache_clear()
 
 
-def choose(product: Product, machine: Machine, *, words: bool = True) -> Config:
+def choose(product: Product, machine: Machine, *, words: bool = True, rings: bool = True) -> Config:
     """Return the configuration that the model of the machine expects to be the fastest.
 
-    `words`: as of `candidates`.
+    `words`, `rings`: as of `candidates`.
     """
-    found = candidates(product, machine, words=words)
+    found = candidates(product, machine, words=words, rings=rings)
     return min(found, key=lambda config: expected_us(config, product, machine), default=DENSE)
 
 
@@ -203,7 +207,8 @@ def for_form(plan: ProductPlan, q: PackedWords, rows: int, device: Device) -> Pr
 def choose_plan(x_MK: Tensor, q: PackedWords, residual_MN: Tensor | None) -> ProductPlan:
     """Decide how x, whose rows follow each other, is multiplied by a weight's words."""
     rows, k = x_MK.shape
-    make = partial(plan, q.bits, q.out_features, k, words=not q.form)
+    rings = ring_launch.serves(x_MK)
+    make = partial(plan, q.bits, q.out_features, k, words=not q.form, rings=rings)
     chosen = make(rounded_rows(rows), x_MK.device, x_MK.dtype, q.symmetric)
     if q.form:
         if is_narrow(chosen, q):

@@ -19,7 +19,7 @@ from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.formats.packed_words import PackedWords
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
 from llmpq.kernels.gemm.choice import choose_plan
-from llmpq.kernels.gemm.cuda import gemv_launch, rows_launch
+from llmpq.kernels.gemm.cuda import gemv_launch, ring_launch, rows_launch
 from llmpq.kernels.gemm.dequantize import dequantize_triton
 from llmpq.kernels.gemm.gemv import gemv_kernel
 from llmpq.kernels.gemm.gluon import gluon_launch
@@ -31,7 +31,7 @@ from llmpq.kernels.gemm.splitk_gemm import splitk_gemm_kernel
 from llmpq.kernels.kernel_table import Kernel, KernelForm, eligible
 from llmpq.kernels.multiprocessors import device_of
 
-_BY_TMA = (Kernel.WGMMA_GEMM, Kernel.WGMMA_ROWS)
+_IN_PLACE = (Kernel.WGMMA_GEMM, Kernel.WGMMA_ROWS, Kernel.RING_GEMV)
 """Kernels that store y tile by tile, so that it may be the residual's memory."""
 
 
@@ -62,7 +62,7 @@ def run(
             y_MN = residual_MN if into_residual else None
             return _dense_by_pieces(x_MK, q, bias, residual_MN, plan.interpret, rows, y_MN)
         return _dense(x_MK, q, bias, residual_MN, plan.interpret, into_residual)
-    if kernel in _BY_TMA and into_residual and residual_MN is not None:
+    if kernel in _IN_PLACE and into_residual and residual_MN is not None:
         y_MN = residual_MN
     else:
         y_MN = x_MK.new_empty(x_MK.shape[0], q.out_features)
@@ -267,6 +267,7 @@ _LAUNCHES: dict[Kernel, Callable[[ProductPlan, LinearOperands], None]] = {
     Kernel.GEMV: _launch_gemv,
     Kernel.SPLITK_GEMM: _launch_splitk,
     Kernel.CUDA_GEMV: gemv_launch.launch,
+    Kernel.RING_GEMV: ring_launch.launch,
     Kernel.WGMMA_GEMM: gluon_launch.launch,
     Kernel.WGMMA_ROWS: rows_launch.launch,
 }

@@ -88,6 +88,13 @@ class DenseWeight(Weight):
         into_residual: bool = False,
     ) -> Tensor:
         """y = x w^T + bias + residual; cuBLAS adds a residual as it stores."""
+        if bias is None and self.values.is_cuda:
+            # Imported here: a CPU's process has no Triton.
+            from llmpq.kernels.gemm.dense_few import few_rows
+
+            few = few_rows(x, self.values, residual, into_residual=into_residual)
+            if few is not None:
+                return few
         if residual is None:
             return dense_linear(x, self.values, bias)
         if bias is None and self.values.is_cuda:

@@ -69,7 +69,9 @@ def test_files_and_words_are_there() -> None:
 def test_kernels_by_device_and_rows() -> None:
     """What was measured to be right: gemm/README and the rows that constants name."""
     hopper, ada, turing = gpu((9, 0)), gpu((8, 9)), gpu((7, 5))
-    assert eligible(KernelForm.WORDS, hopper, 1)[:2] == (Kernel.GEMV, Kernel.SPLITK_GEMM)
+    few = (Kernel.GEMV, Kernel.RING_GEMV, Kernel.SPLITK_GEMM)
+    assert eligible(KernelForm.WORDS, hopper, 1)[:3] == few
+    assert Kernel.RING_GEMV not in eligible(KernelForm.WORDS, ada, 1)
     assert Kernel.GEMV not in eligible(KernelForm.WORDS_BF16_ZEROS, hopper, 3)
     assert eligible(KernelForm.WORDS, hopper, 257)[0] is Kernel.WGMMA_GEMM
     assert eligible(KernelForm.NVFP4, hopper, 257) == (Kernel.DEQUANTIZE,)

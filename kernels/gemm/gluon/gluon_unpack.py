@@ -33,7 +33,9 @@ from llmpq.kernels.gemm.operands.unpack_assembly import (
 _MAGIC = {"f16": "0x64006400", "bf16": "0x43004300"}
 
 
-def _scale(kind: str, pair: str, scale: str) -> str:
+def _scale(kind: str, pair: str, scale: str | None) -> str:
+    if scale is None:
+        return ""
     if kind == "f16":
         return f"mul.rn.f16x2 {pair}, {pair}, {scale};"
     return f"fma.rn.bf16x2 {pair}, {pair}, {scale}, m;"
@@ -45,10 +47,11 @@ def _wrap(body: str, pairs: int) -> str:
     return f"{{.reg .b32 t, u, k, v, m, {registers};mov.b32 m, 0x80008000;{body}{outputs}}}"
 
 
-def _four(kind: str, half: int) -> str:
+def _four(kind: str, half: int, *, scaled: bool = True) -> str:
     """Outputs 0-3 (r3, k0); operands: word, scales of r3 = 0 and 1, zero constants of both."""
     magic = _MAGIC[kind]
-    word, s, z = "$4", ("$5", "$6"), ("$7", "$8")
+    word, s = "$4", ("$5", "$6") if scaled else (None, None)
+    z = ("$7", "$8") if scaled else ("$5", "$6")
     if kind == "f16":
         body = f"shr.b32 t, {word}, 8;" if half else f"mov.b32 t, {word};"
         body += pick("p0", "t", 0xF, magic) + pick("p1", "t", 0xF0, magic)
@@ -62,22 +65,23 @@ def _four(kind: str, half: int) -> str:
     return _wrap(body + _scale(kind, "p0", s[0]) + _scale(kind, "p1", s[1]), 2)
 
 
-def _eight(kind: str, half: int) -> str:
+def _eight(kind: str, half: int, *, scaled: bool = True) -> str:
     """As `_four`; operands: high and low word, two scales, two (bf16: four) zero constants."""
     magic = _MAGIC[kind]
-    high, low, s = "$4", "$5", ("$6", "$7")
+    high, low, s = "$4", "$5", ("$6", "$7") if scaled else (None, None)
+    zeros = 8 if scaled else 6
     body = ""
     for r in range(2):
         i, p = 2 * half + r, f"p{r}"
         if kind == "f16":
             body += f"shl.b32 t, {high}, 4;" if i == 0 else f"shr.b32 t, {high}, {4 * i - 4};"
             body += f"shr.b32 u, {low}, {4 * i};" + pick(p, "t", 0xF0, magic)
-            body += pick(p, "u", 0xF, p) + f"sub.rn.f16x2 {p}, {p}, ${8 + r};"
+            body += pick(p, "u", 0xF, p) + f"sub.rn.f16x2 {p}, {p}, ${zeros + r};"
         else:
             body += f"shr.b32 t, {high}, {4 * i};shr.b32 u, {low}, {4 * i};"
             body += pick("t", "t", 0xF, magic) + pick("u", "u", 0xF, magic)
             body += "mov.b32 k, 0x3f803f80;mov.b32 v, 0x41804180;"
-            body += f"fma.rn.bf16x2 t, t, v, ${8 + r};fma.rn.bf16x2 u, u, k, ${10 + r};"
+            body += f"fma.rn.bf16x2 t, t, v, ${zeros + r};fma.rn.bf16x2 u, u, k, ${zeros + 2 + r};"
             body += f"fma.rn.bf16x2 {p}, t, k, u;"
         body += _scale(kind, p, s[r])
     return _wrap(body, 2)
@@ -113,6 +117,12 @@ CONSTANTS = {
     (8, "bf16"): (0xC508C508, 0xC508C508, 0xC300C300, 0xC300C300),
 }
 """What a symmetric weight's unpacking takes off, as pairs: immediates of 3 bits' assembly."""
+
+
+def plain_text(bits: int, kind: str, *, half: int) -> str:
+    """Return the assembly of half a k-group's pairs of 4 or 8 bits, without operands of scales."""
+    make = _four if bits == 4 else _eight
+    return make(kind, half, scaled=False)
 
 
 def scaled_text(bits: int, kind: str, *, half: int = 0, symmetric: bool = True) -> str:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from llmpq.kernels.gemm.ranking.config import DENSE, PIECES, Config
 from llmpq.kernels.gemm.ranking.machine import Machine
 from llmpq.kernels.gemm.ranking.predict import X_IN_L2, Product, resident, step_time
+from llmpq.kernels.gemm.ranking.ring_plan import ring_config
 from llmpq.kernels.gemm.ranking.wgmma_plan import schedule, shared_bytes, suits, tiles_of
 from llmpq.kernels.kernel_table import Kernel, KernelForm, gpu, lines_of
 
@@ -76,15 +77,20 @@ ROWS_TILES = tuple(
 """Tiles of `wgmma_rows`: each is a text of its own, which NVRTC compiles in some three seconds."""
 
 
-def candidates(product: Product, machine: Machine, *, words: bool = True) -> list[Config]:
+def candidates(
+    product: Product, machine: Machine, *, words: bool = True, rings: bool = True
+) -> list[Config]:
     """Return every configuration that may serve a product on a machine.
 
-    `words`: whether a row or a k-group has one scale; only such weights take `wgmma_rows`.
+    `words`: whether a row or a k-group has one scale; only such weights take `wgmma_rows` and
+    `ring_gemv`. `rings`: whether x lies as `ring_gemv` reads it.
     """
     found: list[Config] = []
     kernels = ranked_kernels(product, machine)
     if Kernel.GEMV in kernels:
         found += ROWS_FORMS[8 if product.bits == 8 else 4]
+    if Kernel.RING_GEMV in kernels and machine.nvrtc and words and rings:
+        found += ring_candidates(product)
     if Kernel.SPLITK_GEMM in kernels:
         found += tile_candidates(product, machine)
     if Kernel.WGMMA_ROWS in kernels and machine.nvrtc and words:
@@ -126,6 +132,14 @@ def tile_candidates(product: Product, machine: Machine) -> Iterator[Config]:
         for split in sorted(even):
             if 1 <= split <= max(1, min(32, product.groups // 4)):
                 yield replace(form, split=split)
+
+
+def ring_candidates(product: Product) -> Iterator[Config]:
+    """Yield the form of `ring_gemv` that suits a product."""
+    zeros = product.form.endswith("zeros")
+    found = ring_config(product.bits, product.k, product.rows, zeros=zeros)
+    if found is not None:
+        yield found
 
 
 def rows_candidates(product: Product, machine: Machine) -> Iterator[Config]:

@@ -17,6 +17,7 @@ from llmpq.kernels.gemm.ranking.config import Config, piece_rows
 from llmpq.kernels.gemm.ranking.machine import REFERENCE, Machine
 from llmpq.kernels.gemm.ranking.predict import Product, expected_us, shared_estimate, step_time
 from llmpq.kernels.gemm.ranking.wgmma_plan import shared_bytes
+from llmpq.kernels.kernel_table import RING_ROWS
 
 pytestmark = pytest.mark.cpu
 
@@ -77,6 +78,8 @@ def test_what_is_chosen_fits_the_machine(name, form):
             assert machine.capability == (9, 0) and shared_bytes(config) <= machine.shared_block
         elif config.kernel == "wgmma_rows":
             assert machine.capability == (9, 0) and rows > 64
+        elif config.kernel == "ring_gemv":
+            assert machine.capability == (9, 0) and rows <= RING_ROWS and bits == 4
         elif config.kernel != "dequantize":
             assert shared_estimate(config, bits, machine) <= machine.shared_block
             assert config.split <= max(1, k // 128)
@@ -131,8 +134,9 @@ def test_without_nvrtc_no_kernel_in_cuda_is_chosen():
 
 
 def test_long_k_of_one_row_is_split_over_programs():
-    assert choose(Product(4, 5120, 17408, 1), REFERENCE).kernel == "splitk_gemm"
-    assert choose(Product(4, 5120, 17408, 1), REFERENCE).split > 1
+    long = Product(4, 5120, 17408, 1)
+    assert choose(long, REFERENCE, rings=False).split > 1
+    assert choose(long, REFERENCE).kernel == "ring_gemv", "H200: 16.6 us, 17.4 by tiles"
 
 
 def test_programs_past_the_last_wave_cost_another_one():

@@ -1,0 +1,64 @@
+"""The CUDA C++ of one form of `ring_gemv.cu`: its constants and unpacking before it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+from llmpq.kernels.gemm.gluon.gluon_unpack import CONSTANTS, plain_text, zero_text
+from llmpq.kernels.gemm.ranking.ring_plan import RingForm
+
+_TYPES = "typedef unsigned short u16;\ntypedef unsigned int u32;\n"
+_ZEROS = "__device__ __forceinline__ void zero_constants(u32 (&z)[ZC], u32 pairs) {\n"
+
+
+@functools.lru_cache(maxsize=256)
+def text(form: RingForm) -> str:
+    """Return the kernel's whole text."""
+    constants = {
+        "BITS": form.bits,
+        "IS_BF16": int(form.kind == "bf16"),
+        "KIND": f'"{form.kind}"',
+        "ZEROS": int(form.zeros),
+        "GROUPED": int(form.grouped),
+        "ZC": len(CONSTANTS.get((form.bits, form.kind), ("",))),
+        "NT": form.tiles,
+        "W": form.warps,
+        "KW": form.parts,
+        "RING": form.ring,
+        "PHASE": form.phase,
+    }
+    head = _TYPES + "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    body = Path(__file__).with_name("ring_gemv.cu").read_text()
+    return head + ("" if form.bits == 16 else _unpacking(form)) + body
+
+
+def _unpacking(form: RingForm) -> str:
+    """Return device functions from words to pairs of code - zero, and from zeros to constants."""
+    constants = CONSTANTS[form.bits, form.kind]
+    taken = [f'"r"(z[{i}])' for i in range(len(constants))]
+    words = ['"r"(w)', '"r"(v)'] if form.bits == 8 else ['"r"(w)']
+    found = ""
+    for half in (0, 1):
+        assembly = _of_pairs(plain_text(form.bits, form.kind, half=half))
+        found += (
+            f"__device__ __forceinline__ void unpack{half}(u32 &p, u32 &q, u32 w, u32 v, "
+            f'const u32 (&z)[ZC]) {{\n  asm("{assembly}" : "=&r"(p), "=&r"(q) : '
+            f"{', '.join(words + taken)});\n}}\n"
+        )
+    if form.zeros:
+        outputs = ", ".join(f'"=&r"(z[{i}])' for i in range(len(constants)))
+        assembly = re.sub(r"\$(\d+)", r"%\1", zero_text(form.bits, form.kind))
+        return found + f'{_ZEROS}  asm("{assembly}" : {outputs} : "r"(pairs));\n}}\n'
+    values = "".join(f"  z[{i}] = {v:#010x}u;\n" for i, v in enumerate(constants))
+    return found + _ZEROS + values + "}\n"
+
+
+def _of_pairs(triton: str) -> str:
+    """Return Triton's text, whose two pairs are two outputs of 16 bits each, as CUDA C++ has it."""
+    for i in range(2):
+        triton = triton.replace(
+            f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, p{i};", f"mov.b32 %{i}, p{i};"
+        )
+    return re.sub(r"\$(\d+)", lambda found: f"%{int(found[1]) - 2}", triton)
