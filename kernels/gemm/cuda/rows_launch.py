@@ -19,7 +19,9 @@ from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.nvrtc import CudaFunction, Described, tensor_map
 
 
-class _Work(ctypes.Structure):
+class Work(ctypes.Structure):
+    """What a launch multiplies, as wgmma_parts.cu reads it."""
+
     _fields_ = tuple(
         (name, ctypes.c_int)
         for name in ("M", "N", "m_tiles", "n_tiles", "blocks", "groups", "whole", "together")
@@ -43,13 +45,29 @@ def launch(plan: ProductPlan, operands: LinearOperands) -> None:
     together = tiles_together(k, config.bm)
     kind = "f16" if x_MK.dtype == torch.float16 else "bf16"
     grouped = q.group_size is not None
-    _function(config.bm, config.warpgroups, q.bits, kind, q.symmetric, grouped).launch(
+    own = config.bm // config.cluster
+    _function(
+        config.bm,
+        config.warpgroups,
+        config.cluster,
+        config.split,
+        q.bits,
+        kind,
+        q.symmetric,
+        grouped,
+    ).launch(
         device,
-        programs,
+        programs * config.cluster * config.split,
         128 * (config.warpgroups + 1),
         (
-            tensor_map(x_MK.data_ptr(), x_MK.dtype, (m, k), k, (config.bm, 64)),
-            tensor_map(y_MN.data_ptr(), y_MN.dtype, (m, blocks * BLOCK_ROWS), n, (config.bm, 64)),
+            tensor_map(x_MK.data_ptr(), x_MK.dtype, (m, k), k, (own, 64)),
+            tensor_map(
+                y_MN.data_ptr(),
+                y_MN.dtype,
+                (m, blocks * BLOCK_ROWS),
+                n,
+                (config.bm // config.split, 64),
+            ),
             *_weight_maps(config, operands),
             scale.data_ptr(),
             zero.data_ptr(),
@@ -57,7 +75,7 @@ def launch(plan: ProductPlan, operands: LinearOperands) -> None:
             0 if residual_MN is None else residual_MN.data_ptr(),
             partial.data_ptr(),
             arrived.data_ptr(),
-            _Work(m, n, m_tiles, n_tiles, blocks, groups, whole, together),
+            Work(m, n, m_tiles, n_tiles, blocks, groups, whole, together),
         ),
         overlapping=plan.pdl,
     )
@@ -67,6 +85,8 @@ def launch(plan: ProductPlan, operands: LinearOperands) -> None:
 def _function(
     rows: int,
     warpgroups: int,
+    cluster: int,
+    split: int,
     bits: int,
     kind: str,
     symmetric: bool,
@@ -82,6 +102,8 @@ def _function(
         grouped=grouped,
         rows=rows,
         warpgroups=warpgroups,
+        cluster=cluster,
+        split=split,
     )
     return CudaFunction("wgmma_rows", text(tile), tile.shared_bytes)
 
@@ -95,6 +117,6 @@ def _weight_maps(config: Config, operands: LinearOperands) -> tuple[Described, .
     for tensor, own in ((planes[0], words), (planes[-1], words), (scale, 8), (zero, 8)):
         width = own if q.group_size is None and own == 8 else own * groups
         shape = (operands.blocks, width)
-        rows = tile_rows(config) // BLOCK_ROWS
+        rows = tile_rows(config) // (BLOCK_ROWS * config.cluster)
         found.append(tensor_map(tensor.data_ptr(), torch.int32, shape, width, (rows, own)))
     return tuple(found)

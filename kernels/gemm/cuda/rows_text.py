@@ -1,6 +1,7 @@
 """The CUDA C++ of one tile of `wgmma_rows.cu`: its constants, unpacking and product before it.
 
-Unpacking is gluon_unpack.py's assembly, so that products of the same tiles have the same bits.
+Unpacking gives the operands of gluon_unpack.py, so that products of the same tiles have the same
+bits; 3 bits take its assembly, 4 and 8 that of rows_unpack.py.
 """
 
 from __future__ import annotations
@@ -10,12 +11,21 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.kernels.gemm.gluon.gluon_unpack import CONSTANTS, scaled_text, zero_text
+from llmpq.kernels.gemm.cuda.rows_unpack import (
+    JOIN,
+    SCALE,
+    is_subnormal,
+    pairs_text,
+    symmetric_zeros,
+    zero_text,
+)
+from llmpq.kernels.gemm.gluon.gluon_unpack import CONSTANTS, scaled_text
+from llmpq.kernels.gemm.gluon.gluon_unpack import zero_text as three_zeros
 from llmpq.kernels.gemm.ranking.wgmma_plan import SHARED_BYTES
 
 _ALIGNMENT, _BARRIERS = 1024, 512
 _MOST_SLOTS = 8
-_TYPES = "typedef unsigned short u16;\ntypedef unsigned int u32;\ntypedef unsigned long long u64;\n"
+TYPES = "typedef unsigned short u16;\ntypedef unsigned int u32;\ntypedef unsigned long long u64;\n"
 _REGISTERS = {2: (232, 40), 3: (160, 32)}
 """Of a thread that multiplies and of one that asks, by warpgroups: what a multiprocessor has."""
 
@@ -33,6 +43,10 @@ class RowsTile:
     rows: int
     """Rows of x: any multiple of 8."""
     warpgroups: int
+    cluster: int = 1
+    """Programs that share x: each asks for its part of the rows, and all get it."""
+    split: int = 1
+    """Programs that share a tile's K: each adds up its part of the rows of x."""
 
     @property
     def high(self) -> int:
@@ -46,12 +60,17 @@ class RowsTile:
         return self.high * (words + (32 * (1 + self.zeros) if self.grouped else 0))
 
     @property
+    def sum_bytes(self) -> int:
+        """What programs that share K send each other."""
+        return (self.split - 1) * self.warpgroups * (self.rows // self.split) * 256
+
+    @property
     def slots(self) -> tuple[int, int]:
         """Slots of x, 64 k each, and of words, 128 k each; raises `ValueError` for too many rows.
 
         Three of words where four of x still fit beside them.
         """
-        held = _ALIGNMENT + _BARRIERS + self.warpgroups * self.rows * 128
+        held = _ALIGNMENT + _BARRIERS + self.warpgroups * self.rows * 128 + self.sum_bytes
         for words in (3, 2):
             x = (SHARED_BYTES - held - words * self.slot_bytes) // (self.rows * 128)
             if x >= (4 if words > 2 else 3):
@@ -63,7 +82,7 @@ class RowsTile:
         """Shared memory of a program."""
         x, words = self.slots
         rows = (x + self.warpgroups) * self.rows * 128
-        return _ALIGNMENT + rows + words * self.slot_bytes + _BARRIERS
+        return _ALIGNMENT + rows + words * self.slot_bytes + self.sum_bytes + _BARRIERS
 
 
 @functools.lru_cache(maxsize=256)
@@ -79,19 +98,28 @@ def text(tile: RowsTile) -> str:
         "NT": tile.rows,
         "WGS": tile.warpgroups,
         "BH": 1,
+        "CLUSTER": tile.cluster,
+        "SPLIT": tile.split,
         "XS": x,
         "WS": words,
         "ZC": _zero_count(tile),
+        "SUBNORMAL": int(is_subnormal(tile.bits, tile.kind)),
         "REGISTERS": registers,
         "REGISTERS_ASKING": asking,
     }
-    head = _TYPES + "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    head = TYPES + "".join(f"#define {name} {value}\n" for name, value in constants.items())
     body = Path(__file__).with_name("wgmma_rows.cu").read_text()
-    return head + _unpacking(tile) + _zero_constants(tile) + _product(tile) + body
+    return head + parts() + _unpacking(tile) + _zero_constants(tile) + _product(tile) + body
+
+
+@functools.cache
+def parts() -> str:
+    """Return what the kernels of wgmma share."""
+    return Path(__file__).with_name("wgmma_parts.cu").read_text()
 
 
 def _zero_count(tile: RowsTile) -> int:
-    return len(CONSTANTS[tile.bits, tile.kind])
+    return 2 if tile.bits != 3 else len(CONSTANTS[tile.bits, tile.kind])
 
 
 def _unpacking(tile: RowsTile) -> str:
@@ -108,15 +136,31 @@ def _unpacking(tile: RowsTile) -> str:
             f"{', '.join(inputs)});\n}}\n"
         )
     found = ""
-    words = ['"r"(w)', '"r"(v)'] if tile.bits == 8 else ['"r"(w)']
     for half in (0, 1):
-        assembly = _assembly(scaled_text(tile.bits, tile.kind, half=half), 2)
+        words = ["w", "v"] if tile.bits == 8 else ["w"]
+        assembly = _numbered(pairs_text(tile.bits, tile.kind, half))
+        operands = [f'"r"({o})' for o in (*words, "s[0]", "s[1]", "z[0]", "z[1]")]
         found += (
             f"__device__ __forceinline__ void unpack{half}(u32 &p, u32 &q, u32 w, u32 v, "
-            f'const u32 (&s)[2], const u32 (&z)[ZC]) {{\n  asm("{assembly}" : "=&r"(p), "=&r"(q) : '
-            f"{', '.join(words + scales + zeros)});\n}}\n"
+            f'const u32 (&s)[2], const u32 (&z)[2]) {{\n  asm("{assembly}" : "=&r"(p), "=&r"(q) : '
+            f"{', '.join(operands)});\n}}\n"
+        )
+    if tile.bits == 8:
+        found += (
+            "__device__ __forceinline__ void join(u32 &p, u32 &q, u32 w, u32 v) {\n"
+            f'  asm("{_numbered(JOIN)}" : "=&r"(p), "=&r"(q) : "r"(w), "r"(v));\n}}\n'
+        )
+    if is_subnormal(tile.bits, tile.kind):
+        found += (
+            "__device__ __forceinline__ u32 scaled_up(u32 s) {\n  u32 v;\n"
+            f'  asm("{_numbered(SCALE)}" : "=r"(v) : "r"(s));\n  return v;\n}}\n'
         )
     return found
+
+
+def _numbered(text: str) -> str:
+    """Return an assembly's text as CUDA C++ has it."""
+    return re.sub(r"\$(\d+)", r"%\1", text)
 
 
 def _assembly(triton: str, pairs: int) -> str:
@@ -132,10 +176,11 @@ def _zero_constants(tile: RowsTile) -> str:
     """Return the device function that makes what unpacking takes off of a pair of zeros."""
     start = "__device__ __forceinline__ void zero_constants(u32 (&z)[ZC], u32 pairs) {\n"
     if not tile.zeros:
-        values = CONSTANTS[tile.bits, tile.kind]
-        return start + "".join(f"  z[{i}] = {v:#010x}u;\n" for i, v in enumerate(values)) + "}\n"
+        known = CONSTANTS[3, tile.kind] if tile.bits == 3 else symmetric_zeros(tile.bits, tile.kind)
+        return start + "".join(f"  z[{i}] = {v:#010x}u;\n" for i, v in enumerate(known)) + "}\n"
     outputs = ", ".join(f'"=&r"(z[{i}])' for i in range(_zero_count(tile)))
-    assembly = re.sub(r"\$(\d+)", r"%\1", zero_text(tile.bits, tile.kind))
+    found = three_zeros(3, tile.kind) if tile.bits == 3 else zero_text(tile.bits, tile.kind)
+    assembly = _numbered(found)
     return f'{start}  asm("{assembly}" : {outputs} : "r"(pairs));\n}}\n'
 
 

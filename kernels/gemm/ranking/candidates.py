@@ -21,6 +21,9 @@ from llmpq.kernels.kernel_table import Kernel, KernelForm, gpu, lines_of
 MOST_TILES = 24
 """Of `wgmma_gemm_kernel` a program: past them the largest tiles are the fastest."""
 
+SPLITS: tuple[int, ...] = ()
+"""Programs of a cluster that share K, of `wgmma_rows`."""
+
 PAST_THE_END = 1.25
 """Rows of tiles of `wgmma_rows` over rows of x at most."""
 
@@ -157,6 +160,10 @@ def rows_candidates(product: Product, machine: Machine) -> Iterator[Config]:
         tiles = tiles_of(whole, product.n, product.rows)
         found = {schedule(whole, tiles, product.groups, machine.multiprocessors)}
         yield whole
+        for split in SPLITS:
+            clusters = machine.multiprocessors // split
+            if bm % (8 * split) == 0 and tiles <= clusters and split <= product.groups // 4:
+                yield replace(whole, split=split)
         for cut in (1, 2) if x_stays else (1,):
             shared = replace(whole, cut=cut)
             made = schedule(shared, tiles, product.groups, machine.multiprocessors)

@@ -37,7 +37,7 @@ class Config:
     """splitk_gemm with stages = 1: slots of x's ring, filled by cp.async while words are in
     registers."""
     split: int = 1
-    """splitk_gemm: programs that share one tile's K."""
+    """splitk_gemm: programs that share one tile's K; wgmma_rows: those of a cluster."""
     scale_w: bool = False
     """splitk_gemm: scale the operand instead of the accumulator."""
     registers: int | None = None
@@ -49,6 +49,8 @@ class Config:
     """wgmma_gemm, wgmma_rows: programs at most; 0: one a multiprocessor."""
     warpgroups: int = 2
     """wgmma_gemm, wgmma_rows: warpgroups of 64 * blocks rows of w: 2 or 3."""
+    cluster: int = 1
+    """wgmma_rows: programs side by side that share x: 1 or 2."""
     asker: bool = False
     """wgmma_gemm: a warp of its own asks for x, not the first warpgroup."""
     piece_mib: int = 0
@@ -68,6 +70,17 @@ class Config:
         if self.kernel == "wgmma_rows":
             most = MOST_ROWS.get(self.warpgroups, 0)
             # With two blocks of rows of w and K shared out, sums were wrong now and then (H200).
+            together = self.cluster * self.split
+            if self.split > 1 and (self.cluster > 1 or self.cut) or not 1 <= together <= 4:
+                raise ValueError(
+                    f"wgmma_rows: got clusters of {self.cluster} for x, of {self.split} that "
+                    f"share K, cut {self.cut}; expected one of the three, and at most 4"
+                )
+            if self.bm % (8 * together):
+                raise ValueError(
+                    f"wgmma_rows: got tiles of {self.bm} rows of x with clusters of {together}, "
+                    "expected a multiple of 8 of each program"
+                )
             if self.bm < 8 or self.bm % 8 or self.bm > most or self.blocks != 1:
                 raise ValueError(
                     f"wgmma_rows: got {self.warpgroups} warpgroups with tiles of {self.blocks} x "

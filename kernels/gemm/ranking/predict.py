@@ -61,12 +61,16 @@ UNPACKED_A_S = 2.4e12
 """Weights that are made 16-bit numbers in a second at most."""
 ROWS_RATE = 0.713
 """Of a multiprocessor's tensor cores at the card's clock, by the products of `wgmma_rows`."""
-UNPACK_CLOCKS = {3: 400, 4: 400, 8: 880}
+UNPACK_CLOCKS = {3: 400, 4: 400, 8: 620}
 """Of 64 rows of a k-group."""
 ROWS_STEP_CLOCKS, ROWS_TILE_CLOCKS, ROWS_SHARED_CLOCKS = 28, 350, 13_600
 """More of a k-group, of a tile, and where K is shared out."""
 ROWS_SHARES_A_CLOCK = 115
 """Bytes of shares, written and read."""
+ROWS_SPLIT_CLOCKS = 3000
+"""... by the programs of a cluster."""
+CLUSTERS = {1: 1.0, 2: 1.0, 3: 21 / 22, 4: 32 / 33}
+"""Share of the multiprocessors that clusters of so many programs fill: 16 or 18 lie together."""
 ROWS_LAUNCH_US = 0.5
 """These are fitted to 1,800 times of tiles (H200, eight shapes, 96 to 2,048 rows, 3 to 8 bits):
 what they choose takes 2 % longer than the best of these tiles."""
@@ -354,6 +358,10 @@ def rows_us(config: Config, product: Product, machine: Machine) -> float:
     unpacking = UNPACK_CLOCKS[product.bits] * config.warpgroups
     step = (products**4 + unpacking**4) ** 0.25 + ROWS_STEP_CLOCKS
     clocks = -(-whole // programs) * (groups * step + ROWS_TILE_CLOCKS)
+    if config.split > 1:
+        at_once = int(machine.multiprocessors * CLUSTERS[config.split]) // config.split
+        each = -(-groups // config.split) * step + ROWS_TILE_CLOCKS + ROWS_SPLIT_CLOCKS
+        clocks = -(-tiles // at_once) * each
     if rest:
         shares = 8 * tile_rows(config) * config.bm * max(1.0, programs / rest)
         clocks += -(-rest * groups // programs) * step

@@ -31,8 +31,8 @@ def shared_bytes(config: Config) -> int:
 
 
 def tile_rows(config: Config) -> int:
-    """Rows of w of a tile."""
-    return 64 * config.warpgroups * config.blocks
+    """Rows of w of a tile, of all programs that share its x."""
+    return 64 * config.warpgroups * config.blocks * config.cluster
 
 
 def tiles_of(config: Config, n: int, rows: int) -> int:
@@ -43,10 +43,13 @@ def tiles_of(config: Config, n: int, rows: int) -> int:
 def schedule(config: Config, tiles: int, groups: int, multiprocessors: int) -> tuple[int, int]:
     """Return how many programs run and how many tiles they multiply whole, in turns.
 
-    The other tiles' k-groups are shared out evenly: those of the unfinished last wave (cut 1), of
-    the last wave and the unfinished one (cut 2). Cut 0 shares nothing out.
+    Those that share x count as one. The other tiles' k-groups are shared out evenly: those of the
+    unfinished last wave (cut 1), of the last wave and the unfinished one (cut 2). Cut 0 shares
+    nothing out.
     """
-    programs = config.programs or multiprocessors
+    if config.split > 1:
+        return tiles, tiles
+    programs = config.programs or multiprocessors // config.cluster
     if config.cut == 0 or tiles % programs == 0:
         return min(programs, tiles), tiles
     whole = max(0, tiles // programs - config.cut + 1) * programs

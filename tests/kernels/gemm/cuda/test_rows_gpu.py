@@ -25,6 +25,8 @@ KINDS = {
     "shared": Config(kernel="wgmma_rows", bm=112, cut=1),
     "tall": Config(kernel="wgmma_rows", bm=256, cut=2),
     "broad": Config(kernel="wgmma_rows", bm=88, warpgroups=3, cut=1),
+    "cluster": Config(kernel="wgmma_rows", bm=128, split=2),
+    "broad cluster": Config(kernel="wgmma_rows", bm=96, warpgroups=3, split=4),
 }
 GPU = torch.device("cuda")
 

@@ -13,6 +13,7 @@ import torch
 from llmpq.kernels.formats.weight_layout import Layout, pack
 from llmpq.kernels.gemm.gluon import gluon_unpack as unpack
 from llmpq.kernels.gemm.operands.unpack_assembly import BZ3, BZ4, BZ8, FZ3, FZ4, FZ8
+from reference.ptx_words import execute, floats, pairs
 
 pytestmark = pytest.mark.cpu
 
@@ -24,62 +25,6 @@ _SYMMETRIC = {  # what zero_constants gives for zeros of 2^(bits-1)
 }
 _ZEROS = {(3, "f16"): FZ3, (4, "f16"): FZ4, (8, "f16"): FZ8}
 _ZEROS |= {(3, "bf16"): BZ3, (4, "bf16"): BZ4, (8, "bf16"): BZ8}
-
-
-def _floats(words, kind):
-    bits = words.astype(np.uint32).view(np.uint16).reshape(-1, 2)
-    if kind == "f16":
-        return bits.view(np.float16).astype(np.float64)
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-def _pairs(values, kind):
-    dtype = torch.float16 if kind == "f16" else torch.bfloat16
-    bits = torch.from_numpy(values).to(dtype).view(torch.int16).numpy()
-    return np.ascontiguousarray(bits).view(np.uint32).reshape(-1)
-
-
-def _bytes_of(a, selector):
-    return sum((a >> 8 * (selector >> 4 * i & 3) & 255) << np.uint32(8 * i) for i in range(4))
-
-
-def _execute(text, inputs, outputs):
-    """Run PTX on uint32 arrays; inputs are operands $outputs.. and on; returns the outputs."""
-    registers = {f"${outputs + i}": value for i, value in enumerate(inputs)}
-
-    def get(name):
-        fixed = name.startswith("0x") or name.isdigit()
-        return np.full(len(inputs[0]), int(name, 0), np.uint32) if fixed else registers[name]
-
-    for line in re.split(r";", text.strip("{}").replace("{$", "$").replace("},", ",")):
-        name, _, rest = line.strip().lstrip("{").partition(" ")
-        if not name or name == ".reg":
-            continue
-        target, *sources = re.split(r",\s*", rest.strip())
-        operation, kind = name.split(".")[0], name.split(".")[-1].removesuffix("x2")
-        if operation == "mov" and len(sources) == 2:
-            registers[target] = get(sources[1]) & 0xFFFF
-            registers[sources[0]] = get(sources[1]) >> 16
-            continue
-        if operation == "prmt":
-            registers[target] = _bytes_of(get(sources[0]), int(sources[2], 0)).astype(np.uint32)
-            continue
-        values = [get(source) for source in sources]
-        if operation in ("sub", "mul", "fma"):
-            a, b, *c = (_floats(v, kind) for v in values)
-            number = a - b if operation == "sub" else a * b + (c[0] if c else 0.0)
-            registers[target] = _pairs(number, kind)
-            continue
-        registers[target] = {
-            "mov": lambda a: a,
-            "shr": lambda a, b: a >> b,
-            "shl": lambda a, b: a << b,
-            "and": lambda a, b: a & b,
-            "or": lambda a, b: a | b,
-            "lop3": lambda a, b, c, _: a & b | c,
-            "cvt": lambda a: a.view(np.float32).astype(np.uint32),
-        }[operation](*values).astype(np.uint32)
-    return [registers[f"${i}"] for i in range(outputs)]
 
 
 def _operand(bits, kind, symmetric, half, codes, scale, zero, spoil=lambda text: text):
@@ -97,28 +42,28 @@ def _operand(bits, kind, symmetric, half, codes, scale, zero, spoil=lambda text:
     repeat = len(inputs[0]) // 128
     thread = np.arange(128)
     row = thread // 32 * 16 + thread % 32 // 4
-    splat = [np.repeat(_pairs(np.stack([scale[row + r]] * 2, 1), kind), repeat) for r in (0, 8)]
+    splat = [np.repeat(pairs(np.stack([scale[row + r]] * 2, 1), kind), repeat) for r in (0, 8)]
     if not symmetric:
         count = {(3, "f16"): 6, (3, "bf16"): 4, (8, "bf16"): 4}.get((bits, kind), 2)
-        pair = _pairs(np.stack([zero[row], zero[row + 8]], 1), kind)
-        zeros = [np.repeat(z, repeat) for z in _execute(_ZEROS[bits, kind].value, [pair], count)]
+        pair = pairs(np.stack([zero[row], zero[row + 8]], 1), kind)
+        zeros = [np.repeat(z, repeat) for z in execute(_ZEROS[bits, kind].value, [pair], count)]
     else:
         constants = _SYMMETRIC.get((bits, kind), [])
         zeros = [np.full(128 * repeat, c, np.uint32) for c in constants]
     if bits == 3:
         text = unpack._ASSEMBLY3[kind, symmetric]
-        out = _execute(spoil(text), [*inputs, *zeros, *splat], 32)
+        out = execute(spoil(text), [*inputs, *zeros, *splat], 32)
         axes = unpack.AXES3.value
     else:
         text = unpack._ASSEMBLY[bits, kind, half]
-        out = _execute(spoil(text), [*inputs, *splat, *zeros], 4)
+        out = execute(spoil(text), [*inputs, *splat, *zeros], 4)
         axes = unpack.AXES4.value
     numbers = np.stack(out, -1).astype(np.uint16)  # k0 fastest, as the joins' first axis
     count = numbers.shape[-1].bit_length() - 1
     numbers = numbers.reshape(-1, *([2] * count)).transpose(0, *range(count, 0, -1))
     numbers = numbers.reshape(unpack.LANES_SHAPE.value).transpose(axes).reshape(64, 64)
     words = np.ascontiguousarray(numbers).view(np.uint32).reshape(-1)
-    return _floats(words, kind).reshape(64, 64)
+    return floats(words, kind).reshape(64, 64)
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -128,11 +73,11 @@ def _operand(bits, kind, symmetric, half, codes, scale, zero, spoil=lambda text:
 def test_operand_is_code_minus_zero_times_scale(bits, kind, symmetric, half):
     random = np.random.default_rng(bits)
     codes = random.integers(0, 1 << bits, (64, 128)).astype(np.uint8)
-    scale = _floats(_pairs(random.uniform(0.005, 0.015, (64, 2)), kind), kind)[:, 0]
+    scale = floats(pairs(random.uniform(0.005, 0.015, (64, 2)), kind), kind)[:, 0]
     zero = random.integers(0, 1 << bits, 64).astype(np.float64)
     zero = np.full(64, 2.0 ** (bits - 1)) if symmetric else zero
     exact = (codes.astype(np.float64) - zero[:, None]) * scale[:, None]
-    wanted = _floats(_pairs(exact[:, 64 * half : 64 * half + 64].reshape(-1, 2), kind), kind)
+    wanted = floats(pairs(exact[:, 64 * half : 64 * half + 64].reshape(-1, 2), kind), kind)
     made = _operand(bits, kind, symmetric, half, codes, scale, zero)
     assert np.array_equal(made, wanted.reshape(64, 64))  # one rounding, that of the product
     spoilt = _operand(bits, kind, symmetric, half, codes, scale, zero, _wrong_mask)
