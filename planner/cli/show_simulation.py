@@ -41,18 +41,33 @@ def show_simulation(request: SimulateRequest) -> None:
         sys.stdout.write(json.dumps(data, indent=1) + "\n")
         return
     console = open_console()
+    if traffic.of_requests > len(traffic.arrivals):
+        say(console, f"traffic: {requests_in_words(traffic)}")
     if traffic.rate_per_s is None:
         say(console, highest_line(rate, traffic))
     print_measures(console, measures, traffic.limits, rate)
 
 
-def highest_line(rate: float, traffic: NamedTraffic) -> str:
-    """Return the highest rate in words."""
+def requests_in_words(traffic: NamedTraffic) -> str:
+    """Return how many requests are simulated, and of how many of a longer trace."""
+    count = len(traffic.arrivals)
+    if traffic.of_requests <= count:
+        return f"{count} requests"
+    return f"the first {count} of {traffic.of_requests:,} requests (--requests N: more of them)"
+
+
+def highest_line(rate: float, traffic: NamedTraffic, *, cut: bool = False) -> str:
+    """Return the highest rate in words. `cut`: higher ones were not tried, for want of time."""
     if not limits_in_words(traffic.limits):
         return f"highest rate: {rate:.3g} requests/s (as many as are done where all come at once)"
     kept = f"{ATTAINMENT:.0%} of the requests within {limits_in_words(traffic.limits)}"
     if rate == 0:
         return f"no rate keeps {kept}"
+    if cut:
+        return (
+            f"highest rate: at least {rate:.3g} requests/s, with {kept} (--time-limit ended the "
+            "search before higher ones were tried)"
+        )
     return f"highest rate: {rate:.3g} requests/s, with {kept}"
 
 

@@ -19,10 +19,16 @@ from llmpq.planner.cli.show_plan import (
     say,
     write_report,
 )
-from llmpq.planner.cli.show_simulation import highest_line, limits_in_words, print_measures
+from llmpq.planner.cli.show_simulation import (
+    highest_line,
+    limits_in_words,
+    print_measures,
+    requests_in_words,
+)
 from llmpq.planner.cli.show_topology import print_topology
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.answer import solve_options
+from llmpq.planner.traffic.engine_plans import EnginePlan
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.steady_state import MeanLengths
 from llmpq.planner.traffic.traffic_search import (
@@ -32,6 +38,7 @@ from llmpq.planner.traffic.traffic_search import (
     Valued,
     search_traffic,
 )
+from llmpq.plans.plan import Plan, StagePlan
 from llmpq.plans.topology import Topology
 from llmpq.service_measures import ATTAINMENT
 from llmpq.units import shown_loss
@@ -116,9 +123,10 @@ def _check(request: PlanRequest) -> None:
     for name, usual in OF_A_BATCH.items():
         given = getattr(request, name)
         if (tuple(given) if usual == () else given) != usual:
+            instead = "; plan for the changed devices beside it" if name == "what_if" else ""
             raise ValueError(
                 f"--{name.replace('_', '-')} is of a batch job, not of live traffic (--trace, "
-                "--prompt): leave one of them out"
+                f"--prompt): leave one of them out{instead}"
             )
     if (request.method or "exact") != "exact" or request.objective == "paper":
         raise ValueError(
@@ -149,11 +157,11 @@ def traffic_lines(
     prompts, outputs = traffic.prompt_tokens, traffic.output_tokens
     comes = "" if traffic.rate_per_s is None else f", {traffic.rate_per_s:.3g} a second"
     lines = [
-        f"traffic: {rows} requests{comes}, prompts of {sum(prompts) / rows:,.0f} tokens on average "
-        f"(longest {prompts[-1]:,}), answers of {sum(outputs) / rows:,.0f} (longest "
-        f"{outputs[-1]:,})",
-        f"engines: {_engines(best)}",
-        highest_line(best.rate.rate_per_s, traffic)
+        f"traffic: {requests_in_words(traffic)}{comes}, prompts of {sum(prompts) / rows:,.0f} "
+        f"tokens on average (longest {prompts[-1]:,}), answers of {sum(outputs) / rows:,.0f} "
+        f"(longest {outputs[-1]:,})",
+        f"engines: {engines_in_words(best.engines)}",
+        highest_line(best.rate.rate_per_s, traffic, cut=best.rate.cut)
         if found.simulated
         else _of_a_steady_state(best, traffic),
     ]
@@ -191,13 +199,23 @@ def traffic_lines(
         elif one.engines == best.engines:
             lines.append(f"{name}: the same")
         else:
-            lines.append(f"{name}: {_gives(one, objective)} ({_engines(one)})")
+            lines.append(
+                f"{name}: {_gives(one, objective)}{_loss(one, best)} "
+                f"({engines_in_words(one.engines)})"
+            )
     plans = "plan of engines was" if found.tried == 1 else "plans of engines were"
     searched = f"{found.tried} {plans} compared by their steady state"
     if found.left_out:
         searched += f"; {found.left_out} joins of devices that promise less were not planned"
     lines.append(searched if found.complete else f"{searched}; --time-limit ended the search")
     return lines
+
+
+def _loss(one: Valued, best: Valued) -> str:
+    """Return the quality loss of a simpler way where it is not about that of the plan."""
+    if shown_loss(one.loss) == shown_loss(best.loss):
+        return ""
+    return f", quality loss {shown_loss(one.loss)}"
 
 
 def _of_a_steady_state(best: Valued, traffic: NamedTraffic) -> str:
@@ -210,20 +228,26 @@ def _of_a_steady_state(best: Valued, traffic: NamedTraffic) -> str:
     )
 
 
-def _engines(valued: Valued) -> str:
+def engines_in_words(engines: Sequence[EnginePlan]) -> str:
     """Return engines in words: devices, requests at once, tokens of a step, KV bits."""
     words: list[str] = []
-    for one in valued.engines:
-        plan = one.plan
-        shared = [place.kind for stage in plan.stages if stage.shares for place in stage.members]
-        alone = [stage.kind for stage in plan.stages if not stage.shares]
-        words_of = _counted(alone) + [f"{one} in tensor parallel" for one in _counted(shared)]
-        devices = " + ".join(words_of)
+    for one in engines:
+        plan, batch = one.plan, one.plan.workload.batch
+        devices = " + ".join(_counted([_stage(stage, plan) for stage in plan.stages]))
         words.append(
-            f"{devices} ({plan.workload.batch} requests at once, steps of {one.step_tokens} "
+            f"{devices} ({batch} request{'s' * (batch > 1)} at once, steps of {one.step_tokens} "
             f"tokens, {plan.workload.kv.typed}-bit KV)"
         )
     return "; ".join(_counted(words))
+
+
+def _stage(stage: StagePlan, plan: Plan) -> str:
+    """Return a stage's devices in words; of several stages, those that share one in brackets."""
+    if not stage.shares:
+        return stage.kind
+    shared = " + ".join(_counted([place.kind for place in stage.members]))
+    shared = f"{shared} in tensor parallel"
+    return shared if len(plan.stages) == 1 else f"({shared})"
 
 
 def _counted(words: Sequence[str]) -> list[str]:

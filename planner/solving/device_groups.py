@@ -150,6 +150,12 @@ def _ways(p: Problem, use: Sequence[int]) -> list[tuple[int, ...]]:
     return found
 
 
+def is_even(p: Problem, group: Device) -> bool:
+    """Whether the devices of a group have the same of every layer: heads go into equal parts."""
+    heads = {member.heads and len(member.heads) for member in members_of(p.spec, group.shares)}
+    return len(set(group.shares)) == 1 and len(heads) == 1
+
+
 def _agree(p: Problem, group: Device) -> bool:
     """Whether a group's costs are as its devices' are: all measured, or all estimated."""
     own = list(map(p.costs.measures, group.joined))

@@ -18,6 +18,7 @@ from llmpq.devices.cluster import Device
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.work_clock import Timer, now_s
 from llmpq.planner.solving.count_vectors import CountVectors, Place, Vector
+from llmpq.planner.solving.device_groups import is_even
 from llmpq.planner.solving.engine_prices import EnginePrice, EnginePrices
 from llmpq.planner.solving.methods import SolveOptions
 
@@ -293,7 +294,7 @@ class TopologySearch:
 
     def even_groups(self) -> dict[Vector, Device]:
         """Return the engines of one group of even shares, of the largest groups."""
-        even = {v: g for v, g in self.vectors.groups.items() if len(set(g.shares)) == 1}
+        even = {v: g for v, g in self.vectors.groups.items() if is_even(self.prices.p, g)}
         most = max((len(group.shares) for group in even.values()), default=0)
         return {v: group for v, group in even.items() if len(group.shares) == most}
 

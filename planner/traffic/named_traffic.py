@@ -25,6 +25,8 @@ class NamedTraffic:
     limits: ServiceLimits
     rate_per_s: float | None
     """None: the highest within the limits is to be found."""
+    of_requests: int = 0
+    """Requests of the trace that these are the first of; 0 where they are drawn."""
 
     @property
     def prompt_tokens(self) -> list[int]:
@@ -45,13 +47,14 @@ def named_traffic(flags: TrafficFlags) -> NamedTraffic:
     count = REQUESTS if flags.requests is None else flags.requests
     if not 2 <= count <= MOST_REQUESTS:
         raise ValueError(f"--requests must be 2 to {MOST_REQUESTS}, got {count}")
-    rate = _rate(flags.rate)
+    rate, of_requests = _rate(flags.rate), 0
     if flags.trace is not None:
         if flags.prompt is not None or flags.gen is not None:
             raise ValueError(
                 "--trace has the requests' lengths: leave --prompt and --gen out, or --trace"
             )
-        arrivals = read_traffic(flags.trace)[:count]
+        every = read_traffic(flags.trace)
+        arrivals, of_requests = every[:count], len(every)
         if len(arrivals) < 2:
             raise ValueError(f"'{flags.trace}' has one request, expected two at least")
     else:
@@ -62,11 +65,13 @@ def named_traffic(flags: TrafficFlags) -> NamedTraffic:
                 "a second, or --rate max for the highest within the limits"
             )
     if rate is None:
-        return NamedTraffic(arrivals=arrivals, limits=limits, rate_per_s=None)
+        return NamedTraffic(
+            arrivals=arrivals, limits=limits, rate_per_s=None, of_requests=of_requests
+        )
     if flags.rate is not None:
         arrivals = at_rate(arrivals, rate)
     own = rate_of(arrivals) if flags.rate is None else rate
-    return NamedTraffic(arrivals=arrivals, limits=limits, rate_per_s=own)
+    return NamedTraffic(arrivals=arrivals, limits=limits, rate_per_s=own, of_requests=of_requests)
 
 
 def _drawn(flags: TrafficFlags, count: int) -> tuple[Arrival, ...]:

@@ -37,6 +37,8 @@ class RateFound:
     """0 where not even requests far apart are within the limits, or no rate of interest lasts."""
     measure: Callable[[], ServiceMeasures]
     """Simulates the traffic, as long as it is, at the rate; where none lasts at the last tried."""
+    cut: bool = False
+    """Whether the time was over before higher rates had been tried."""
 
     @cached_property
     def measures(self) -> ServiceMeasures:
@@ -129,9 +131,16 @@ def highest_rate(
     running = requests_at_once(models, traffic)
     long = repeated(traffic, GENERATIONS * running)
 
+    cut = False
+
     @cache
     def lasts(rate: float) -> bool:
-        return attained(models, at_rate(long, rate), limits, running, deadline_s)
+        nonlocal cut
+        try:
+            return attained(models, at_rate(long, rate), limits, running, deadline_s)
+        except TimeoutError:
+            cut = True
+            raise
 
     if above_per_s and not lasts((1 + MORE) * above_per_s):
         return RateFound(
@@ -146,7 +155,9 @@ def highest_rate(
         is_near=is_near,
         above=above_per_s,
     )
-    return RateFound(rate_per_s=low, measure=lambda: measured_at(models, traffic, limits, rate))
+    return RateFound(
+        rate_per_s=low, measure=lambda: measured_at(models, traffic, limits, rate), cut=cut
+    )
 
 
 def highest_lasting(

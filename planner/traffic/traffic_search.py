@@ -20,7 +20,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.work_clock import Timer, counting, now_s
 from llmpq.planner.solving.count_vectors import CountVectors, Vector
-from llmpq.planner.solving.device_groups import with_groups
+from llmpq.planner.solving.device_groups import is_even, with_groups
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.topology_search import equal_shares
 from llmpq.planner.traffic.choose import best_beside, best_under_all, best_variant, is_far_below
@@ -671,7 +671,8 @@ def _simple(search: _Search) -> dict[str, list[Vector]]:
     best_card = max(cards, key=rate)
     if rate(best_card):
         found["card"] = [best_card]
-    even = [v for v, group in vectors.groups.items() if len(set(group.shares)) == 1 and rate(v)]
+    problem = search.planner.problem
+    even = [v for v, group in vectors.groups.items() if is_even(problem, group) and rate(v)]
     if even:
         found["shared"] = [max(even, key=rate)]
     shares = [
@@ -716,7 +717,8 @@ def _simulated(search: _Search, name: str, engines: tuple[EnginePlan, ...]) -> V
     if search.objective == "rate":
         found = [one for engine in engines if (one := search.rate(engine)) is not None]
         total = sum(one.rate_per_s for one in found)
-        rate = RateFound(rate_per_s=total, measure=found[0].measure)
+        cut = any(one.cut for one in found)
+        rate = RateFound(rate_per_s=total, measure=found[0].measure, cut=cut)
     else:
         rate = highest_rate(models, few, limits, deadline_s=late)
     own = None

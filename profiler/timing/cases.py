@@ -39,6 +39,7 @@ class Target(FileForm):
         """Return the short name shown beside the progress bar."""
         kv = "" if self.kv is KVPrecision.KV16 else f" {self.kv.value}"
         layer = f" {self.precision.value}{kv}" if self.part == "layer" else ""
+        layer = f" {self.precision.value}" if self.part == "head" else layer
         part = f", part of {shares_text(self.shares)}" if self.shares else ""
         return f"{self.device_kind} {self.part} {self.phase.value}{layer}{part}"
 

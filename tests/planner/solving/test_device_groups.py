@@ -16,7 +16,7 @@ from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving import topology_search
 from llmpq.planner.solving.count_vectors import CountVectors
-from llmpq.planner.solving.device_groups import may_group, with_groups
+from llmpq.planner.solving.device_groups import is_even, may_group, with_groups
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.topologies import best_topology
 from llmpq.planner.solving.topology_search import KnownPipeline, TopologySearch
@@ -128,3 +128,15 @@ def test_no_group_is_over_two_nodes() -> None:
     assert len(groups) == 2 and grouped.left_out == 0
     for group in groups:
         assert len({one.node for one in group.joined}) == 1
+
+
+def test_even_groups_are_those_whose_heads_go_into_equal_parts() -> None:
+    """8 key/value heads: not of three devices, nor of all five, though their shares are equal."""
+    devices = "3090:4,a100-40gb"
+    p, _, _ = make_problem(PlanRequest(model="qwen3-32b", devices=devices, batch=4))
+    grouped = with_groups(p, (p.kv,))
+    assert grouped is not None
+    groups = [device for device in grouped.problem.cluster.devices if device.joined]
+    alike = {len(group.shares) for group in groups if len(set(group.shares)) == 1}
+    assert alike >= {2, 3, 4, 5}
+    assert {len(group.shares) for group in groups if is_even(p, group)} == {2, 4}

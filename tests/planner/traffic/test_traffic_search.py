@@ -8,12 +8,13 @@ from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from llmpq.planner.__main__ import main
-from llmpq.planner.cli.show_traffic import traffic_job
+from llmpq.planner.cli.show_simulation import highest_line
+from llmpq.planner.cli.show_traffic import engines_in_words, traffic_job
 from llmpq.planner.evaluate.engine_simulation import EngineModel, simulate
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.make import make_plan
@@ -22,7 +23,7 @@ from llmpq.planner.problem.requests import PlanRequest, TrafficFlags
 from llmpq.planner.solving.answer import checked_plan
 from llmpq.planner.solving.count_vectors import CountVectors
 from llmpq.planner.solving.device_groups import with_groups
-from llmpq.planner.traffic import traffic_search
+from llmpq.planner.traffic import rates, traffic_search
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.rates import RateFound, highest_rate, kept_apart, measured_at
@@ -369,6 +370,79 @@ def test_a_rate_that_is_kept_leaves_the_rest_to_quality(tmp_path: Path) -> None:
     assert isinstance(plan, Plan) and plan.traffic is not None and plan.predicted is not None
     assert plan.predicted.sum_omega < 0.01
     assert plan.traffic.predicted.attained >= 0.9 and (plan.traffic.highest_rate_per_s or 0) >= 0.5
+
+
+def _trace(path: Path, requests: int) -> str:
+    rows = ["at_s,prompt_tokens,output_tokens", *(f"{at},64,16" for at in range(requests))]
+    path.write_text("\n".join(rows) + "\n")
+    return str(path)
+
+
+def test_of_a_longer_trace_it_is_said_how_many_requests_are_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, plan = _trace(tmp_path / "trace.csv", 50), str(tmp_path / "plan.json")
+    words = ["--model", "opt-1.3b", "--bits", "16", "--devices", "t4", "--trace", trace]
+    for count, said in ((20, "traffic: the first 20 of 50 requests (--requests N: "), (60, "50 r")):
+        assert main([*words, "--requests", str(count), "-o", plan]) == 0
+        assert said in capsys.readouterr().out
+    assert main(["simulate", plan, "--trace", trace, "--requests", "20"]) == 0
+    assert "traffic: the first 20 of 50 requests (" in capsys.readouterr().out
+    assert main(["simulate", plan, "--trace", trace]) == 0
+    assert "the first" not in capsys.readouterr().out
+
+
+def test_a_rate_beside_which_no_higher_ones_were_tried_is_said_to_be_the_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The time is over when a second rate is simulated."""
+    tried = list[float]()
+
+    def once(*args: Any) -> bool:
+        tried.append(0.0)
+        if len(tried) > 1:
+            raise TimeoutError
+        return True
+
+    monkeypatch.setattr(rates, "attained", once)
+    traffic, limits = _even(20), ServiceLimits(tpot_s=1.0)
+    model = _model("t4", 8)
+    found = highest_rate([model], traffic.arrivals, limits, guess_per_s=0.01)
+    assert found.rate_per_s == 0.01 and found.cut
+    line = highest_line(found.rate_per_s, replace(traffic, limits=limits), cut=found.cut)
+    assert line.startswith("highest rate: at least 0.01 requests/s, with 90% of the requests")
+    tried.clear()
+    monkeypatch.setattr(rates, "attained", lambda *_: True)
+    assert not highest_rate([model], traffic.arrivals, limits, guess_per_s=0.01).cut
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "shares", "words"),
+    [
+        ("opt-1.3b", "3090:2", "2", "2 x RTX-3090 in tensor parallel"),
+        ("opt-1.3b", "a100-40gb,3090", "3:1", "A100-40GB + RTX-3090 in tensor parallel"),
+        ("opt-30b", "3090:2,4090", "2", "(2 x RTX-3090 in tensor parallel) + RTX-4090"),
+        ("opt-30b", "3090:4", "2", "2 x (2 x RTX-3090 in tensor parallel)"),
+    ],
+)
+def test_engines_are_said_stage_by_stage(model: str, devices: str, shares: str, words: str) -> None:
+    """Devices of two stages are not said to share one."""
+    plan = make_plan(
+        model, devices=devices, tensor_parallel=shares, bits="16", batch=1, prompt_len=64, gen_len=9
+    )
+    one = SimpleNamespace(plan=plan, step_tokens=512)
+    said = engines_in_words([cast(EnginePlan, one)])
+    assert said == f"{words} (1 request at once, steps of 512 tokens, 16-bit KV)"
+
+
+def test_a_change_of_devices_is_compared_by_a_plan_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", "opt-1.3b", "--devices", "t4", *TRAFFIC, "--rate", "1"]
+    assert main([*words, "--what-if", "+t4"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "leave one of them out; plan for the changed devices beside it\n"
+    )
 
 
 @pytest.mark.parametrize(("rate", "kept"), [("1", True), ("500", False)])

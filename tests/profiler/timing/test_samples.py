@@ -200,3 +200,18 @@ def test_what_is_no_log_of_samples_is_left_as_it_was(tmp_path: Path, content: by
     with pytest.raises(ValueError, match="sample"):
         SampleLog(path)
     assert path.read_bytes() == content
+
+
+def test_targets_have_names_of_their_own() -> None:
+    """The output matrix is timed in 16 and 8 bits, in rows of one table."""
+    grid = make_grid(ModelSpec.by_name("opt-30b"), Reach(max_batch=4, max_len=64), quick=True)
+    found = cases(
+        grid,
+        device_kind="A100",
+        dtype="float16",
+        precisions=(Precision.W16A16, Precision.W8A16),
+        kv=(KVPrecision.KV16,),
+    )
+    targets = {case.target for case in found}
+    assert len({target.title for target in targets}) == len(targets)
+    assert sum(" head decode w" in target.title for target in targets) == 2
