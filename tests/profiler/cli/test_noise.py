@@ -20,7 +20,7 @@ def test_noise_is_said_with_the_load(
     monkeypatch.setattr(run, "profile_tables", lambda outcome: [])
     monkeypatch.setattr(run, "usable_cores", lambda: 4)
     monkeypatch.setattr(os, "getloadavg", lambda: (2.5, 0.0, 0.0))
-    costs = SimpleNamespace(links=())
+    costs = SimpleNamespace(links=(), sums=())
     report(SimpleNamespace(costs=costs, failed={}, noise={"a": noise}))  # type: ignore[arg-type]
     line = "the times are noisy (median +-50 %), as they are beside other programs (load 2.5 on 4"
     assert (line in caplog.text) == said
