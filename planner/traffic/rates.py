@@ -12,7 +12,7 @@ from llmpq.planner.evaluate.engine_simulation import EngineModel, simulate
 from llmpq.planner.problem.work_clock import now_s, spend_s
 from llmpq.service_measures import ATTAINMENT, ServedRequest, ServiceLimits, ServiceMeasures
 from llmpq.sizes.kv_format import BLOCK_TOKENS
-from llmpq.traffic import Arrival, at_rate, repeated
+from llmpq.traffic import BLOCK_OF_TRACE, Arrival, at_rate, repeated
 
 RATE_STEP = 0.05
 """Relative distance to which the highest rate is found."""
@@ -68,14 +68,27 @@ def too_late_alone(
     """Whether more first tokens are late than may be, though each request is served alone.
 
     Longer prompts take longer: it is so if the shortest of the longest prompts, one more than may
-    be late, is. Not said of prompts that begin alike: the prefix cache makes a long one quick.
+    be late, is. What a prefix cache may have of a prompt is left out, and whatever reads it.
     """
-    if limits.ttft_s is None or any(one.blocks for one in traffic):
+    if limits.ttft_s is None:
         return False
-    longest_first = sorted(traffic, key=lambda one: one.prompt_tokens, reverse=True)
+    longest_first = sorted(uncached_prompts(traffic), reverse=True)
     may_be_late = int((1 - ATTAINMENT) * len(traffic) + 1e-9)
-    alone = measured_at(models, [longest_first[min(may_be_late, len(traffic) - 1)]], limits)
+    tokens = longest_first[min(may_be_late, len(traffic) - 1)]
+    alone = measured_at(models, [Arrival(0.0, tokens, 1)], limits)
     return alone.ttft_s.mean > limits.ttft_s
+
+
+def uncached_prompts(traffic: Sequence[Arrival]) -> list[int]:
+    """Return the tokens of each prompt that no prefix cache has of those before; at least 1."""
+    seen: set[tuple[int, ...]] = set()
+    found = []
+    for one in traffic:
+        prefixes = [one.blocks[: n + 1] for n in range(len(one.blocks))]
+        hits = sum(prefix in seen for prefix in prefixes)
+        seen.update(prefixes)
+        found.append(max(1, one.prompt_tokens - hits * BLOCK_OF_TRACE))
+    return found
 
 
 def measured_at(

@@ -54,7 +54,7 @@ OF_A_RATE = 200
 """Requests by which the rates of engines by themselves are found."""
 HOPE = 1.25
 """Times the largest share of a steady rate that is kept by simulation, that others may keep."""
-MOST_JOINED = 16
+MOST_JOINED = 8
 """Engines of several devices or groups that are planned, of each number of requests at once."""
 STEPS_HOPE = 2.0
 """Times a rate that other steps may give. Seen: up to 2.5, where hardly a request is in time."""
@@ -195,6 +195,22 @@ class _Search:
         return max(found, key=self.planner.worth, default=None)
 
     @property
+    def steps_are_simulated(self) -> bool:
+        """Whether the tokens of a step are chosen by simulation, of the engines that matter."""
+        return self.objective == "rate" and math.isinf(self.enough)
+
+    def in_steps(self, v: Vector, step_tokens: int) -> EnginePlan | None:
+        """Return the best plan of an engine in steps of so many tokens, by its steady state.
+
+        Of those for any number of requests at once that were planned.
+        """
+        like = self.vectors.canonical(v)
+        planned = [key[1] for key, one in self.known.items() if key[0] == like and one is not None]
+        for requests in dict.fromkeys(planned):
+            self.engine(v, requests, step_tokens)
+        return self.best_of(v, step_tokens=step_tokens)
+
+    @property
     def enough(self) -> float:
         """The traffic's own rate, where a higher one is worth less than quality and quick answers.
 
@@ -329,7 +345,7 @@ def _searched(
         raise DoesNotFitError(_nothing(traffic, complete))
     simple = _simple(search)
     end_s = start_s + options.time_limit_s
-    if objective == "rate" and math.isinf(search.enough):
+    if search.steps_are_simulated:
         found = _all_valued(search, simple, end_s)
         search.deadline_s = now_s() + max(0.0, end_s - now_s()) / 2
         found |= _all_valued(search, {"best": _best_sum(search) or chosen}, end_s)
@@ -409,7 +425,7 @@ def _by_itself(search: _Search, v: Vector, above_per_s: float = 0.0) -> float:
         assert first is not None, "it was planned"
         tried = [first]
         if above_per_s and is_far_below(above_per_s, first.steady.rate_per_s):
-            others = (search.best_of(v, step_tokens=size) for size in STEP_TOKENS)
+            others = (search.in_steps(v, size) for size in STEP_TOKENS)
             tried += [one for one in others if one is not None]
         found = next((one for one in tried if search.rate(one, above_per_s) is not None), None)
         if found is None:
@@ -438,7 +454,7 @@ def _in_other_steps(
 ) -> tuple[EnginePlan, float] | None:
     """Return an engine in other steps, and its rate, if it may be worth more than the best."""
     engine, rate = best
-    other = search.best_of(v, step_tokens=step_tokens)
+    other = search.in_steps(v, step_tokens)
     if other is None or alike(other) == alike(engine) or search.left_s() < 0:
         return None
     dearer = math.exp(search.planner.price * (other.loss - engine.loss))
@@ -450,7 +466,7 @@ def _best_sum(search: _Search) -> list[Vector]:
     """Return the disjoint engines of the highest sum of rates, each by itself.
 
     A rate is that of its simulation, or until it had one what its steady state lets hope for: as
-    large a share of it as any engine has by simulation, and HOPE times that. Where it is far below
+    large a share of it as any engine has by simulation, and HOPE times that. Where it is far from
     its steady state in the steps that are best by that, others may give STEPS_HOPE times as much.
     The engines of the best sum are simulated until all of them are, each as far as it takes to say
     whether the sum is the best.
@@ -464,12 +480,13 @@ def _best_sum(search: _Search) -> list[Vector]:
         hope = HOPE * max((rate / steady[v] for v, rate in known.items()), default=1.0)
         least, best = search.vectors.most_rows(known)
         open_ = {
-            v: min(steady[v], STEPS_HOPE * rate)
+            v: max(HOPE * rate, min(steady[v], STEPS_HOPE * rate))
             for v, rate in known.items()
-            if is_far_below(rate, steady[v]) and likes[v] not in search.in_best_steps
+            if is_far_below(rate, steady[v]) or is_far_below(steady[v], rate)
+            if likes[v] not in search.in_best_steps
         }
         rates = {
-            v: min(steady[v] * min(hope or 1.0, 1.0), ceilings.get(like, math.inf))
+            v: min(steady[v] * (hope or 1.0), ceilings.get(like, math.inf))
             for v, like in likes.items()
         }
         rates |= known | open_
@@ -542,11 +559,13 @@ def _plan_all(search: _Search) -> tuple[bool, int]:
                     joined[v] = None
     for step_tokens in STEP_TOKENS[1:]:
         for v in (*first, *joined):
-            best = search.best_of(v)
-            requests = REQUESTS_AT_ONCE[0] if best is None else best.plan.workload.batch
             if search.planned_enough:
                 return False, 0
-            search.engine(v, requests, step_tokens)
+            best = search.best_of(v)
+            if best is None:
+                search.engine(v, REQUESTS_AT_ONCE[0], step_tokens)
+            elif not search.steps_are_simulated:
+                search.engine(v, best.plan.workload.batch, step_tokens)
     beaten = sum(_is_beaten(search, v) for v in rest if v not in joined)
     return vectors.complete, len(rest) - len(joined) - beaten
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from llmpq.planner.traffic.rates import (
     highest_lasting,
     requests_at_once,
     too_late_alone,
+    uncached_prompts,
 )
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.simulate.step_times import TimedStage
@@ -132,10 +134,18 @@ def test_what_is_attained_is_what_a_whole_simulation_says(rate: float, ttft_s: f
     assert attained(models, traffic, limits, 10, math.inf) is whole
 
 
-def test_nothing_is_said_of_prompts_that_begin_alike() -> None:
-    """The second request finds the first one's prompt in the prefix cache."""
-    traffic = [Arrival(0.0, 1024, 4, (1, 2)), Arrival(100.0, 1024, 4, (1, 2))]
-    assert not too_late_alone([_engine()], traffic, ServiceLimits(ttft_s=1.0))
+def test_what_a_prefix_cache_may_have_does_not_make_a_prompt_late() -> None:
+    """The second request finds the first one's prompt in the prefix cache, the third half of it."""
+    traffic = [
+        Arrival(0.0, 1024, 4, (1, 2)),
+        Arrival(100.0, 1024, 4, (1, 2)),
+        Arrival(200.0, 1100, 4, (1, 3, 4)),
+    ]
+    assert uncached_prompts(traffic) == [1024, 1, 588]
+    assert uncached_prompts([replace(one, blocks=()) for one in traffic]) == [1024, 1024, 1100]
+    many = [traffic[0], *[traffic[1]] * 9]
+    assert not too_late_alone([_engine()], many, ServiceLimits(ttft_s=1.0))
+    assert too_late_alone([_engine()], traffic, ServiceLimits(ttft_s=1.0))
 
 
 @pytest.mark.parametrize(
