@@ -153,8 +153,11 @@ def memory_table(plan: Plan, width: int = WIDE) -> Table:
     return table
 
 
-def headline(plan: Plan) -> list[str]:
-    """Return what the plan promises, in a few lines."""
+def headline(plan: Plan, compared_with: str | None = None) -> list[str]:
+    """Return what the plan promises, in a few lines.
+
+    `compared_with`: the plans that its bound is of, where these are more than its own stages say.
+    """
     work, predicted, solver = plan.workload, plan.predicted, plan.solver
     served = plan.traffic is not None  # the plan's job is then what its engine was planned as
     job = f"{work.requests} of {work.prompt_len} + {work.gen_len} tokens"
@@ -190,7 +193,7 @@ def headline(plan: Plan) -> list[str]:
             )
             lines.append(speed_line(plan))
         lines += loss_lines(plan)
-    lines.append(f"{solver.method}: {quality_of(plan)}")
+    lines.append(f"{solver.method}: {quality_of(plan, compared_with)}")
     return lines
 
 
@@ -290,8 +293,8 @@ STEP_BY_STEP = "the time is predicted step by step"
 """How a plan says that it takes more than the times which the search proves it best for."""
 
 
-def quality_of(plan: Plan) -> str:
-    """Return how good the plan is known to be."""
+def quality_of(plan: Plan, compared_with: str | None = None) -> str:
+    """Return how good the plan is known to be; `compared_with`: of which plans the bound is."""
     solver = plan.solver
     if solver.value is None:
         return solver.status
@@ -305,7 +308,7 @@ def quality_of(plan: Plan) -> str:
         return f"{value}, no bound"
     if solver.status == "optimal":
         return f"{value}, proven {plan.known_as}"
-    best = f"the best of {plan.compared_with} (bound {solver.bound:.6g})"
+    best = f"the best of {compared_with or plan.compared_with} (bound {solver.bound:.6g})"
     above = f"{value}, at most {solver.gap:.2%} above {best}"
     if STEP_BY_STEP in solver.note:
         return f"{above}: the bound takes a stage's mean time over all chunks and tokens"
@@ -319,9 +322,10 @@ def print_plan(
     seconds: float | None = None,
     alternatives: Sequence[str] = (),
     notes: Sequence[str] = (),
+    compared_with: str | None = None,
 ) -> None:
     """Print warnings among the notes, headline, alternatives, stages and memory."""
-    for line in (*warnings_of(notes), *headline(plan), *alternatives):
+    for line in (*warnings_of(notes), *headline(plan, compared_with), *alternatives):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if seconds is not None:
         console.print(f"solved in {seconds:.2f} s", highlight=False)

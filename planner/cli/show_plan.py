@@ -128,8 +128,10 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
             shared = _may_share(request, problem, options)
             several = _several(request, problem, best, options, path) if shared else None
         job = replace(job, problem=problem, notes=notes)
+    compared_with: str | None = None
     if several is not None and several.single is not None:
         best, several = several.single, replace(several, topology=None)
+        compared_with = ANY_GROUPS if several.found.groups else None
     elif several is not None and several.topology is not None:
         _show_topology(request, job, best, several, several.topology)
         return
@@ -174,7 +176,14 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         return
     console = open_console()
     seconds = best.outcome.seconds + (0.0 if several is None else several.found.seconds)
-    print_plan(console, best.plan, seconds=seconds, alternatives=beside, notes=notes)
+    print_plan(
+        console,
+        best.plan,
+        seconds=seconds,
+        alternatives=beside,
+        notes=notes,
+        compared_with=compared_with,
+    )
     if request.explain:
         for drawn in (*memory_bars(best.plan), *pipeline_lines(best.plan)):
             console.print(drawn, soft_wrap=True)
@@ -188,6 +197,8 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         say(console, f"wrote {path_written}")
 
 
+ANY_GROUPS = "pipelines with any of the groups searched"
+"""Plans of which the bound of one is that was found among them."""
 NO_GROUPS = (
     "--method all compares pipelines with a device a stage; without it stages that devices share "
     "and several engines are looked for, too"

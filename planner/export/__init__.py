@@ -80,7 +80,7 @@ def _engines(request: ExportRequest, topology: Topology) -> Exported:
             + f"; plan with llmpq-algo --engines 1, or export with --to {' or '.join(SERVERS)}"
         )
     nodes = [_node_of(plan, number, request.to) for number, plan in enumerate(plans)]
-    each = [write(plan, spec) for plan in plans]
+    each = [_one_of(plan, number, spec, request.to) for number, plan in enumerate(plans)]
     files = each[0].files
     if any(one.files != files for one in each):
         raise ValueError(
@@ -119,6 +119,14 @@ def _engines(request: ExportRequest, topology: Topology) -> Exported:
         not_expressed=tuple(missing),
         warnings=tuple(dict.fromkeys(line for one in each for line in one.warnings)),
     )
+
+
+def _one_of(plan: Plan, number: int, spec: ModelSpec, to: str) -> Exported:
+    """Return what is written of an engine; `ValueError` says which one cannot be."""
+    try:
+        return WRITERS[to](plan, spec)
+    except ValueError as error:
+        raise ValueError(f"engine {number} of the plan: {error}") from None
 
 
 def request_shares(topology: Topology) -> list[float]:

@@ -287,6 +287,19 @@ def test_engines_of_two_nodes_are_a_script_for_both(
     assert (done.returncode, done.stderr) == (2, "expected one of the nodes a box, b's\n")
 
 
+def test_the_engine_that_another_program_cannot_have_is_named(
+    two_engines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads((two_engines / "plan.json").read_text())
+    for stage in data["engines"][1]["plan"]["stages"]:
+        stage |= {"kind": "M4-Max", "device": "M4-Max-0"}
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "vllm"]) == 2
+    said = "llmpq-algo: engine 1 of the plan: vLLM is exported for NVIDIA's and AMD's GPUs"
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_an_engine_over_two_nodes_beside_another_is_refused(
     two_engines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -603,6 +616,8 @@ def test_what_is_said_of_groups_is_not_said_of_all_plans(
     assert "RTX-5090 + RTX-3080-10GB" in text
     assert "better quality: 8 bits everywhere as one pipeline: first token after" in text
     assert "no plan of one engine whose devices share stages as here is better" in text
+    (proof,) = [line for line in text.splitlines() if line.startswith("exact: ")]
+    assert "proven" in proof or "above the best of pipelines with any of the groups" in proof
 
 
 def test_several_engines_are_compared_with_no_change() -> None:
