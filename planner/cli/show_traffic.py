@@ -260,4 +260,6 @@ def _gives(valued: Valued, objective: TrafficObjective) -> str:
         return f"{valued.served.latency_s.mean:.3g} s an answer"
     if objective == "throughput":
         return f"{valued.rate.measures.output_tokens_per_s:.4g} tokens/s"
-    return f"{valued.rate.rate_per_s:.3g} requests/s"
+    own = valued.at_own_rate
+    answers = "" if own is None else f"; at the traffic's rate {own.latency_s.mean:.3g} s an answer"
+    return f"{valued.rate.rate_per_s:.3g} requests/s{answers}"

@@ -452,7 +452,11 @@ def test_a_rate_that_is_not_kept_is_said(
     plan = _planned(["--devices", "t4", "--rate", rate, "--ttft", "0.2"], tmp_path / "plan.json")
     assert isinstance(plan, Plan) and plan.traffic is not None
     assert (plan.traffic.predicted.attained >= 0.9) is kept
-    assert (f"{rate} requests/s are not kept: " not in capsys.readouterr().out) is kept
+    text = capsys.readouterr().out
+    assert (f"{rate} requests/s are not kept: " not in text) is kept
+    # What is weighed where a rate is kept stands beside the rates.
+    mean = plan.traffic.predicted.latency_s.mean
+    assert f" requests/s; at the traffic's rate {mean:.3g} s an answer" in text
 
 
 def test_few_requests_are_all_compared_by(
