@@ -11,6 +11,7 @@ of the sizes that were timed. Rows go to results/part_times.jsonl.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from itertools import product
 
@@ -24,8 +25,9 @@ from llmpq.planner.problem.named_inputs import read_model
 from llmpq.planner.problem.requests import PlanRequest
 
 ROWS = (1, 2, 4, 8, 16, 32)
-LENGTHS = (64, 128, 256, 512, 1024)
-"""Rows of steps, and their tokens or keys, as far as they were timed."""
+"""Of steps, as far as they were timed: of the fewest tokens or keys, the most, and between."""
+MOST_TOKENS = 2048
+"""Of a step of prompts."""
 
 
 def main() -> None:
@@ -52,12 +54,10 @@ def compare(entry: LatencyEntry, rest: CostModel, spec: ModelSpec) -> None:
     if made is None:
         raise SystemExit(f"no other part of {entry.device_kind} was timed")
     (least, most), (shortest, longest) = entry.sampled_v or (1, 1), entry.sampled_length or (1, 1)
-    sizes = [
-        (v, length)
-        for v, length in product(ROWS, LENGTHS)
-        if least <= v <= most and shortest <= length <= longest
-        and (entry.phase is not Phase.PREFILL or v * length <= 2048)
-    ]  # fmt: skip
+    lengths = {shortest, round(math.sqrt(shortest * longest)), longest}
+    sizes = [(v, n) for v, n in product(ROWS, sorted(lengths)) if least <= v <= most]
+    if entry.phase is Phase.PREFILL:
+        sizes = [(v, n) for v, n in sizes if v * n <= MOST_TOKENS]
     off = [made.seconds(v=v, length=n) / entry.seconds(v=v, length=n) - 1 for v, n in sizes]
     error = statistics.fmean(map(abs, off))
     print(
