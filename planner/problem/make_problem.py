@@ -7,7 +7,7 @@ solvers. Every error names the flag and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -62,6 +62,7 @@ from llmpq.plans.capabilities import (
     packed_kv_sentence,
     without_tensor_cores,
 )
+from llmpq.plans.plan import StagePlan
 from llmpq.precision import (
     K_PADDING,
     WEIGHT_ONLY,
@@ -316,6 +317,25 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
     notes += [f"warning: {sentence}" for sentence in lacking if sentence is not None]
     dense = dense_note(spec, cluster)
     return notes + ([] if dense is None else [dense])
+
+
+def of_used(problem: Problem, places: Iterable[StagePlan], notes: Sequence[str]) -> list[str]:
+    """Return a job's notes where a plan uses these places: none warns of a card that has no part.
+
+    What is known before a plan is that some of the job's cards do not read its KV cache.
+    """
+    devices, kinds = problem.cluster.devices, {place.kind for place in places}
+    of_all = packed_kv_sentence((device.kind, device.spec) for device in devices)
+    of_own = packed_kv_sentence(
+        (device.kind, device.spec)
+        for device in devices
+        if kinds & {one.kind for one in device.joined or (device,)}
+    )
+    own = [] if of_own is None else [f"warning: {of_own}"]
+    found: list[str] = []
+    for note in notes:
+        found += own if note == f"warning: {of_all}" else [note]
+    return found
 
 
 def dense_note(spec: ModelSpec, cluster: Cluster) -> str | None:
