@@ -198,8 +198,7 @@ def refusal_of(
     problems = [p.with_job(kv=kv) for kv in kvs]
     given = _limits_given(p, budget)
     dropped = [flag for flag, change in given.items() if _some_fit(problems, **change)]
-    free = {name: value for change in given.values() for name, value in change.items()}
-    short = [q for q in problems if too_big_in_any_chunks(q.with_job(**free))]
+    short = [q for q in problems if too_big_in_any_chunks(q.with_job(group=_NO_LIMITS["group"]))]
     if given and len(short) < len(problems):
         which = " or ".join(dropped) if dropped else ", ".join(given)
         verb = "leave it out" if len(given) == 1 else f"leave out {which}"
