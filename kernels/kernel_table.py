@@ -153,10 +153,10 @@ TENSOR_CORES = (8, 0)
 GEMV_ROWS, GEMV_ROWS_BF16_ZEROS = 8, 2
 """Most rows of gemv.py. Of 4-bit weights whose tiles have times of their own, two: gemv, which has
 float16's, would be expected too fast (timed in layers, H100)."""
-RING_ROWS, RING_ROWS_DENSE = 4, 1
+RING_ROWS, RING_ROWS_DENSE = 4, 2
 """Most rows of ring_gemv.cu, whose programs load all of x (H200, 4 bits, 24576 x 4096 at 1, 4 and 8
-rows: 17.3, 18.6, 20.1 us, 22 by tiles; 16 bits: steps of Llama-3.1-8B of one request 4.12 ms, by
-cuBLAS 4.52)."""
+rows: 17.3, 18.6, 20.1 us, 22 by tiles; 16 bits: steps of Llama-3.1-8B of one and two requests 4.13
+and 4.43 ms, by cuBLAS 4.49 and 4.63)."""
 SPLITK_ROWS = 256
 """Most rows of splitk_gemm.py: past them each tile of w is unpacked many times."""
 CUDA_GEMV_ROWS, CUDA_GEMV_ROWS_VOLTA = 64, 16

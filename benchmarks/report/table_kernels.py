@@ -286,6 +286,17 @@ KERNEL_TABLES = {
         show=lambda row: f"{row['value']:.1f}",
         newest=True,
     ),
+    "step_share": Pivot(
+        file="step.jsonl",
+        bench="step_share",
+        index=("model", "kind", "context", "head_bits"),
+        column="rows",
+        show=lambda row: (
+            f"{row['value']:.0f} ({row['floor'] / row['value']:.2f}, "
+            f"{row['baselines']['copy_us'] / row['value']:.2f})"
+        ),
+        newest=True,
+    ),
     "tune": Pivot(
         file="tune.jsonl",
         bench="tune",
