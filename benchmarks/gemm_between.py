@@ -108,10 +108,8 @@ def main() -> None:
     if options.peers and not humming_peer.available():
         parser.error("--peers humming: not installed; pip install humming-kernels")
     rows = [int(m) for m in options.m.split(",")]
-    every = [
-        Products(options.bits, *map(int, shape.split("x")), options.weights)
-        for shape in options.shapes.split(",")
-    ]
+    shapes = [shape.split("x") for shape in options.shapes.split(",")]
+    every = [Products(options.bits, int(k), int(n), options.weights) for k, n in shapes]
     compile_all(every, rows, options.ways)
     for products in every:
         time_shape(products, rows, options)

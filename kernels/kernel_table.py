@@ -102,7 +102,7 @@ HELP = {
     Kernel.DEQUANTIZE_TORCH: "w by torch's operators, then cuBLAS or oneDNN",
     Kernel.ROWS_GEMM: "bytes as a checkpoint has them",
     Kernel.AS_WORDS: "restored inputs times 4-bit words",
-    Kernel.FP8_WGMMA: "codes as e4m3, wgmma (Gluon)",
+    Kernel.FP8_WGMMA: "codes as e4m3, wgmma (CUDA C++)",
     Kernel.INT8_WGMMA: "codes times integer scales, int8 wgmma (Gluon)",
     Kernel.INT8_GEMM: "integer products by groups",
     Kernel.REFERENCE: "what rounding leaves of x, times w",
@@ -322,9 +322,9 @@ def _table() -> Iterator[Line]:
     large = (ATOM_INTEGER_FROM, None)
     yield from _lines(atom, k.AS_WORDS, g + "linear_gpu.py", _HOPPER, (0, ATOM_FEW))
     yield from _lines((KernelForm.ATOM_TILES_A16,), k.AS_WORDS, g + "linear_gpu.py", _HOPPER)
-    yield from _lines((KernelForm.ATOM_TILES,), k.FP8_WGMMA, "atom/fp8_kernel.py", _HOPPER, after)
+    yield from _lines((KernelForm.ATOM_TILES,), k.FP8_WGMMA, "atom/wgmma_codes.cu", _HOPPER, after)
     yield from _lines(
-        (KernelForm.ATOM_INTEGER,), k.FP8_WGMMA, "atom/fp8_kernel.py", _HOPPER, between
+        (KernelForm.ATOM_INTEGER,), k.FP8_WGMMA, "atom/wgmma_codes.cu", _HOPPER, between
     )
     yield from _lines(
         (KernelForm.ATOM_INTEGER,), k.INT8_WGMMA, "atom/int8_kernel.py", _HOPPER, large

@@ -48,6 +48,8 @@ from reference.kernel_commands import BenchAtom
 
 log = logging.getLogger(__name__)
 
+CODES_TILES = ((64, 3), (80, 3), (96, 3), (96, 2), (128, 2), (144, 2), (160, 2))
+"""Tokens and warpgroups of tiles of W4A4's product."""
 SMALL = 64
 """Tokens up to which W4A16 is the peer."""
 
@@ -151,8 +153,8 @@ def _sweep(name: str, key: str, m: int, asked: BenchAtom) -> None:
         if plan(m, n, one.groups).bm is None or one.scheme.takes_integers(m):
             return
         tokens = any_input(x, one)
-        for bm, group_m, shares in itertools.product((64, 128), (4, 8, 16), (False, True)):
-            chosen = HopperPlan(bm=bm, group_m=group_m, shares=shares)
+        for (bm, warpgroups), shares in itertools.product(CODES_TILES, (False, True)):
+            chosen = HopperPlan(bm=bm, warpgroups=warpgroups, shares=shares)
             calls.append((str(chosen), _tiled(tokens, pool, chosen, x.dtype)))
     else:
         rounded = round_input(x, one.scheme, index_K=one.index_K)

@@ -3,7 +3,7 @@
     M tokens     inputs                            product
     to FEW       16-bit values that rounding       weight-only kernels (linear_gpu.py), which are
                  leaves, in the fragment order     limited by the same bytes
-    more         codes as e4m3, int8 outliers      fp8_kernel.py
+    more         codes as e4m3, int8 outliers      wgmma_codes.cu
     above MANY   codes times integer scales        int8_kernel.py, where the scheme has them
 
 Activations of 16 bits (the target of a W4A4 draft) take the first way at any M, unrounded.
@@ -13,6 +13,7 @@ M tokens, K = in_features, N = out_features, G groups.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from llmpq.kernels.arrivals import arrivals
-from llmpq.kernels.atom.fp8_kernel import wgmma_kernel
+from llmpq.kernels.atom.codes_text import CodesTile, text
 from llmpq.kernels.atom.hopper_inputs import (
     Activation,
     RoundedTokens,
@@ -34,8 +35,13 @@ from llmpq.kernels.atom.hopper_inputs import (
     norm_input,
 )
 from llmpq.kernels.atom.int8_kernel import integer_kernel
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
+from llmpq.kernels.gemm.cuda.rows_launch import Work
 from llmpq.kernels.gemm.linear_gpu import linear_gpu
+from llmpq.kernels.gemm.ranking.wgmma_plan import tiles_together
 from llmpq.kernels.multiprocessors import multiprocessors
+from llmpq.kernels.nvrtc import CudaFunction, tensor_map
+from llmpq.kernels.overlap import overlaps
 
 if TYPE_CHECKING:
     from llmpq.kernels.weights.atom_weight import AtomTiles
@@ -53,19 +59,16 @@ __all__ = [
 ]
 
 ROWS = 128
-"""Rows of w of a tile of the product for many tokens."""
+"""Rows of w of a tile of the product of integer scales."""
 
-TERMS = 16
-"""Rows of a box of scales: the least K of a bfloat16 product; three exist, the rest are zeros."""
-
-_TILE_COST = {128: 1.0, 64: 0.62}
-"""What a tile of so many tokens takes, beside one of 128 (H200)."""
+_TILE_COST = {(64, 3): 0.79, (96, 3): 1.0, (128, 2): 1.0, (160, 2): 1.09}
+"""What a tile of so many tokens and warpgroups takes, beside one of 128 and 2 (H200)."""
 
 _TOGETHER_BYTES = 1 << 24
 """Rows of x that take turns under a tile of w, with integer scales (H200, M = 4096: gate_up 817 us,
 848 at a quarter; down 400, 432 at thrice)."""
 
-_SHARES_COST = 0.45
+_SHARES_COST = 0.42
 """What adding up shares takes, beside a tile of 128 tokens and 32 k-groups (H200)."""
 
 
@@ -74,8 +77,7 @@ class HopperPlan:
     """How a product runs; `bm` None is the weight-only kernels."""
 
     bm: int | None
-    stages: int = 6
-    group_m: int = 8
+    warpgroups: int = 2
     shares: bool = False
     """Whether tiles that fill no wave of programs have their K shared out."""
 
@@ -94,11 +96,17 @@ def plan(
 
     def took(chosen: HopperPlan) -> float:
         assert chosen.bm is not None
-        waves = -(-rows // chosen.bm) * -(-out_features // ROWS) / multiprocessors
+        tiles = -(-rows // chosen.bm) * -(-out_features // (64 * chosen.warpgroups))
+        waves = tiles / multiprocessors
         whole = math.ceil(waves) if not chosen.shares else waves + _SHARES_COST * 32 / groups
-        return whole * _TILE_COST[chosen.bm]
+        return whole * _TILE_COST[chosen.bm, chosen.warpgroups]
 
-    return min((HopperPlan(bm=bm, shares=s) for bm in _TILE_COST for s in (False, True)), key=took)
+    plans = (
+        HopperPlan(bm=bm, warpgroups=warpgroups, shares=shares)
+        for bm, warpgroups in _TILE_COST
+        for shares in (False, True)
+    )
+    return min(plans, key=took)
 
 
 def product(
@@ -124,42 +132,74 @@ def product(
     assert chosen.bm is not None
     y = residual_MN if into_residual else torch.empty(m, n, dtype=dtype, device=here)
     assert y is not None, "into_residual needs a residual"
-    box = ([chosen.bm, 64], _layout(2, 64))
-    tiles = triton.cdiv(m, chosen.bm) * triton.cdiv(n, ROWS)
-    programs, whole = _schedule(tiles, weight.groups, chosen.shares, multiprocessors(here))
-    shared = tiles - whole
-    sums = 2 * programs * ROWS * chosen.bm if shared else 1
-    wgmma_kernel[(programs,)](
-        TensorDescriptor.from_tensor(tokens.values.view(torch.float8_e4m3fn), *box),
-        TensorDescriptor.from_tensor(tokens.values, *box),
-        _codes(weight),
-        TensorDescriptor.from_tensor(
-            tokens.scales.view(weight.groups, 3, -1),
-            [1, TERMS, chosen.bm],
-            _layout(3, 128, element_bitwidth=16),
+    blocks, total = n // BLOCK_ROWS, weight.words.groups
+    m_tiles, n_tiles = triton.cdiv(m, chosen.bm), triton.cdiv(n, 64 * chosen.warpgroups)
+    programs, whole = _schedule(
+        m_tiles * n_tiles, weight.groups, chosen.shares, multiprocessors(here)
+    )
+    shared, high = m_tiles * n_tiles - whole, 4 * chosen.warpgroups
+    sums = 2 * programs * 16 * high * chosen.bm if shared else 1
+    partial = torch.empty(sums, dtype=torch.float32, device=here)
+    arrived = arrivals(here, chosen.warpgroups * shared) if shared else partial
+    planes, scale, _ = weight.words.block_words()
+    # Bytes in pairs: TMA swizzles rows of 128 bytes alike.
+    codes, slots = tokens.values.view(torch.float16), tokens.scales.shape
+    _function(
+        chosen.bm, chosen.warpgroups, dtype, weight.words.scale.dtype, weight.scheme.outliers > 0
+    ).launch(
+        here,
+        programs,
+        128 * (chosen.warpgroups + 1),
+        (
+            tensor_map(
+                codes.data_ptr(), codes.dtype, (m, codes.shape[1]), codes.shape[1], (chosen.bm, 64)
+            ),
+            tensor_map(y.data_ptr(), dtype, (m, n), n, (chosen.bm, 64)),
+            tensor_map(
+                planes[0].data_ptr(), torch.int32, (blocks, 256 * total), 256 * total, (high, 256)
+            ),
+            tensor_map(scale.data_ptr(), torch.int32, (blocks, 8 * total), 8 * total, (high, 8)),
+            tensor_map(
+                tokens.scales.data_ptr(),
+                torch.int32,
+                (slots[0], slots[1]),
+                slots[1],
+                (1, chosen.bm),
+            ),
+            0 if bias is None else bias.data_ptr(),
+            0 if residual_MN is None else residual_MN.data_ptr(),
+            partial.data_ptr(),
+            arrived.data_ptr(),
+            Work(
+                m,
+                n,
+                m_tiles,
+                n_tiles,
+                blocks,
+                weight.groups,
+                whole,
+                tiles_together(codes.shape[1], chosen.bm),
+            ),
         ),
-        tokens.outlier_scale,
-        weight.words.scale,
-        y if bias is None else bias,
-        y if residual_MN is None else residual_MN,
-        y,
-        torch.empty(sums, dtype=torch.float32, device=here),
-        arrivals(here, 2 * shared) if shared else tokens.outlier_scale,
-        m,
-        n,
-        whole,
-        G=weight.groups,
-        SCALES=weight.words.groups,
-        OUTLIERS=weight.scheme.outliers > 0,
-        SPLIT=shared > 0,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual_MN is not None,
-        BM=chosen.bm,
-        STAGES=chosen.stages,
-        GROUP_M=chosen.group_m,
-        num_warps=4,
+        overlapping=overlaps(here),
     )
     return y
+
+
+@functools.cache
+def _function(
+    tokens: int, warpgroups: int, dtype: torch.dtype, scales: torch.dtype, outliers: bool
+) -> CudaFunction:
+    """Return a tile's kernel; a graph may hold it, so it is kept."""
+    kinds = {torch.float16: "f16", torch.bfloat16: "bf16"}
+    tile = CodesTile(
+        kind=kinds[dtype],
+        scales=kinds[scales],
+        outliers=outliers,
+        tokens=tokens,
+        warpgroups=warpgroups,
+    )
+    return CudaFunction("wgmma_codes", text(tile), tile.shared_bytes)
 
 
 def _codes(weight: AtomTiles) -> TensorDescriptor:

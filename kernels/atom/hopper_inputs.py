@@ -60,9 +60,9 @@ class RoundedTokens:
 
     values: Tensor
     scales: Tensor | None = None
-    """bfloat16 [3 G, M padded to 128]: three terms of each; None: `values` are restored."""
+    """float32 [G + 1, M padded to 128], the outliers' last; None: `values` are restored."""
     outlier_scale: Tensor | None = None
-    """float32 [M padded to 128]."""
+    """float32 [M padded to 128]: the last of `scales`."""
     unit: Tensor | None = None
     """float32 [M padded to 128]: `values` are codes times integers of these, in int8."""
 
@@ -305,11 +305,9 @@ def _empty(x_MK: Tensor, weight: AtomTiles) -> RoundedTokens:
     columns = (weight.groups + (1 if scheme.outliers else 0)) * GROUP
     padded = -(-m // TOKENS_A_RUN) * TOKENS_A_RUN
 
-    def room(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=x_MK.device)
-
+    scales = torch.empty(weight.groups + 1, padded, dtype=torch.float32, device=x_MK.device)
     return RoundedTokens(
-        values=room(m, columns, dtype=torch.int8),
-        scales=room(3 * weight.groups, padded, dtype=torch.bfloat16),
-        outlier_scale=room(padded, dtype=torch.float32),
+        values=torch.empty(m, columns, dtype=torch.int8, device=x_MK.device),
+        scales=scales,
+        outlier_scale=scales[weight.groups],
     )

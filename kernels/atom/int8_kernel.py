@@ -5,22 +5,30 @@
     y  = sum(w8 a8) unit[n] unit[m] + sum(w_o a_o) scale_o[n] scale_o[m]
 
 Steps are 1 to 15 in size (atom_rounding.py `integer_scales`), so that |code * steps| <= 120. Sums
-of K < 149000 such products stay below 2^31; none is scaled before its last. Programs, warps and
-the ring are those of fp8_kernel.py, but the outliers' two nibble planes take stages of the ring
-behind the k-groups. An operand's half is made while the other half, or the last group's,
+of K < 149000 such products stay below 2^31; none is scaled before its last.
+
+    program   128 rows of w x BM tokens, tile after tile
+    warp      fetches k-groups of 128 into a ring through the copy engine: A and w, the outliers'
+              two nibble planes behind them
+    4 warps   64 rows of w: nibbles -> int8 in registers -> wgmma
+    4 warps   the other 64 rows
+
+An operand's half is made while the other half, or the last group's,
 multiplies: products of one half are always in flight, waits name one, never zero, to a tile's end.
 
 Off by default (`llmpq-quantize --integer-scales`): scales of so few steps cost quality. It stays
-because no other form of W4A4 is beyond 1.6 times cuBLAS: fp8_kernel.py reaches 1.1 times.
+because no other form of W4A4 is beyond 1.6 times cuBLAS.
 
-H200, Llama-3.1-8B's gate_up, cuBLAS bf16 and fp8_kernel.py beside it: 202, 332 and 304 us at 1024
-tokens, 817, 1397 and 1274 at 4096 (kernel alone, its prototype). No faster: five stages instead of
+H200, Llama-3.1-8B's gate_up, cuBLAS bf16 beside it: 202 and 332 us at 1024 tokens, 817 and 1397 at
+4096 (kernel alone, its prototype). No faster: five stages instead of
 eight (210), operands made where the compiler likes, which is behind the wait (212).
 
     A [M, (G + 1) * 128]   int8: a8, then 128 outliers
     SI [N / 16, G, 16]     int8: steps of w, rows r and r + 8 of a block side by side
     UW [N], UA [MS]        float32: units
-    OUTLIER, S, P          as in fp8_kernel.py
+    OUTLIER [MS]           float32: the outliers' scale of a token
+    P, S                   FRAGMENT planes and scales (atom_weight.py): G groups, then the outliers'
+                           high and low nibbles
 
 M tokens, N = out_features, G groups, BM tokens a tile, S stages.
 """

@@ -14,7 +14,7 @@ w stands on the left of the tensor core (A operand, from registers), a on the ri
 is the same loop with one scale per nibble half. Bytes per output and k-group of 128: 64 / BM of w,
 128 / BN of a. All products are exact in int32: |sum| <= 128 * 8 * 127 * 16.
 
-Hopper runs W4A4 through fp8 (fp8_kernel.py); these run on every GPU with int8 tensor cores. W8A8
+Hopper runs W4A4 through fp8 (wgmma_codes.cu); these run on every GPU with int8 tensor cores. W8A8
 for many tokens has no groups: a plain product (`channel_gemm_kernel`), tokens on the left.
 
 M tokens, N = out_features, K = in_features, G groups of a row.

@@ -133,8 +133,4 @@ def act_codes_kernel(
         gl.store(OUT + to, bytes_of(q, outlier_byte), mask=(row_out < M)[:, None])
         if OUTLIERS > 0:
             gl.store(OUTLIER + row_out, scale, mask=(row_out < M) & is_outlier)
-        for k in gl.static_range(3):
-            term = scale.to(gl.bfloat16)
-            at_term = SCALES + (3 * group + k) * MS + row_out
-            gl.store(at_term, term, mask=(row_out < M) & (group < G))
-            scale -= term.to(gl.float32)
+        gl.store(SCALES + group * MS + row_out, scale, mask=(row_out < M) & (group < G))

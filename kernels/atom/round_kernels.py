@@ -7,8 +7,8 @@ A program holds whole groups: a group's scale never leaves it. What is written i
 eats (`FORM` 0 or 1):
 
     0 codes    [M, (G + 1) * 128] bytes: codes * 2^-9 as e4m3, the outliers' as int8; SCALES
-               bfloat16 [3 G, MS]: three terms that sum to a group's scale; OUTLIER float32 [M]:
-               the outliers' (fp8_kernel.py). A tile of tokens reads a run of each
+               float32 [G, MS], OUTLIER float32 [MS]: the outliers' (wgmma_codes.cu). A tile of
+               tokens reads a run of each
     1 restored [M, (G + 3) * 128] in x's dtype: code * scale, the outliers three times, in the
                order of the fragment form (weights/atom_weight.py), for the weight-only kernels
 
@@ -90,11 +90,7 @@ def _store(
         width: tl.constexpr = (G + (1 if OUTLIERS else 0)) * 128
         at = row.to(tl.int64)[:, None] * width + group[:, None] * 128 + p
         tl.store(OUT + at, _bytes(q, is_outlier), mask=live[:, None])
-        rest = scale
-        for i in tl.static_range(3):
-            term = rest.to(tl.bfloat16)
-            tl.store(SCALES + (3 * group + i) * MS + row, term, mask=live & (group < G))
-            rest -= term.to(tl.float32)
+        tl.store(SCALES + group * MS + row, scale, mask=live & (group < G))
         if OUTLIERS:
             tl.store(OUTLIER + row, scale, mask=live & is_outlier)
     else:
@@ -251,14 +247,6 @@ def act_round_kernel(
 
 
 @triton.jit
-def _scales(SCALES, group, row, MS):
-    """The scales of form 0, whole again: the sum of their terms is exact from the smallest on."""
-    at = SCALES + 3 * group * MS + row
-    rest = tl.load(at + MS).to(tl.float32) + tl.load(at + 2 * MS).to(tl.float32)
-    return tl.load(at).to(tl.float32) + rest
-
-
-@triton.jit
 def _times(byte, steps):
     """code * steps of signs and counts, four a word, by way of code + 8 and code * steps + 128."""
     return tl.inline_asm_elementwise(
@@ -300,11 +288,11 @@ def steps_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    most = tl.max(tl.abs(_scales(SCALES, every[:, None], row[None, :], MS)), axis=0)
+    most = tl.max(tl.abs(tl.load(SCALES + every[:, None] * MS + row[None, :])), axis=0)
     unit = tl.maximum(most * (1.0 / STEPS), 1.1754943508222875e-38)
     if tl.program_id(1) == 0:
         tl.store(UNIT + row, unit, mask=row < M)
-    scale = _scales(SCALES, tl.minimum(group, G - 1)[None, :], row[:, None], MS)
+    scale = tl.load(SCALES + tl.minimum(group, G - 1)[None, :] * MS + row[:, None])
     ratio = tl.div_rn(tl.abs(scale), tl.broadcast_to(unit[:, None], scale.shape))
     # Adding 1.5 * 2^23 rounds half to even.
     ratio = tl.minimum(tl.maximum((ratio + 12582912.0) - 12582912.0, 0.0), STEPS)

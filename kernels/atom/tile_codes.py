@@ -1,7 +1,4 @@
-"""Shared by fp8_kernel.py and int8_kernel.py: words as operands of wgmma, barriers, TMA.
-
-Symbols as in fp8_kernel.py.
-"""
+"""Parts of int8_kernel.py: words as operands of wgmma, barriers, TMA. Symbols as there."""
 
 # mypy: ignore-errors
 # (Gluon bodies are not Python.)

@@ -27,7 +27,7 @@ AtomTiles is the same weight as Hopper reads it, one copy for few tokens and for
                            scale 16 s, low nibbles with scale s, the code 9 with scale 8 s
 
 Few tokens: the weight-only kernels multiply it by restored inputs, outliers thrice: exactly Atom's
-product, since (u - 8) s is the weight. Many tokens: fp8_kernel.py takes the codes of groups 0 ..
+product, since (u - 8) s is the weight. Many tokens: wgmma_codes.cu takes the codes of groups 0 ..
 G-1 through fp8, puts the outliers' nibbles together and takes them through int8.
 
 `fragment_order`: which fp8 operand position p of its group a channel holds (k = where it stands in
@@ -54,6 +54,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.kernels import nvrtc
 from llmpq.kernels.atom.reference import atom_linear_reference
 from llmpq.kernels.formats import weight_layout as formats
 from llmpq.kernels.formats.atom_rounding import (
@@ -76,7 +77,7 @@ GROUP_SIZES = (32, 64, 128)
 """Of groups of inputs (AtomScheme)."""
 
 HOPPER = 9
-"""Major compute capability of the GPUs that atom/fp8_kernel.py is written for."""
+"""Major compute capability of the GPUs that atom/wgmma_codes.cu is written for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +171,9 @@ class AtomWeight(Weight):
         return y_MN if residual_MN is None else y_MN.add_(residual_MN)
 
     def packed(self) -> AtomWeight:
-        """Return the weight in Hopper's form on a Hopper GPU."""
+        """Return the weight in Hopper's form on a Hopper GPU with NVRTC, which torch brings."""
         hopper = self.device.type == "cuda" and (
-            torch.cuda.get_device_capability(self.device)[0] == HOPPER
+            torch.cuda.get_device_capability(self.device)[0] == HOPPER and nvrtc.available()
         )
         return atom_tiles(self) if hopper and fits(self) else self
 

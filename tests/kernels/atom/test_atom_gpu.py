@@ -62,11 +62,11 @@ def test_products_replay_in_graphs() -> None:
         assert relative_error(y, atom_linear_reference(x.float(), weight)) < 4e-3
 
 
-@pytest.mark.parametrize("bm", [64, 128])
+@pytest.mark.parametrize(("bm", "warpgroups"), [(96, 3), (160, 2)])
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(300, 1296, 1100), (90, 256, 14336), (333, 6144, 512), (65, 256, 4096)]
 )
-def test_tiles_whose_k_is_shared_out(bm: int, m: int, n: int, k: int) -> None:
+def test_tiles_whose_k_is_shared_out(bm: int, warpgroups: int, m: int, n: int, k: int) -> None:
     torch.manual_seed(0)
     scheme = replace(check_atom.W4A4, outliers=128)
     weight = quantize_atom(torch.randn(n, k, device="cuda"), scheme, dtype=torch.bfloat16)
@@ -76,7 +76,11 @@ def test_tiles_whose_k_is_shared_out(bm: int, m: int, n: int, k: int) -> None:
     tokens = norm_input(x, tiles)
     runs = [
         product(
-            tokens, tiles, dtype=x.dtype, residual_MN=more, chosen=HopperPlan(bm=bm, shares=shares)
+            tokens,
+            tiles,
+            dtype=x.dtype,
+            residual_MN=more,
+            chosen=HopperPlan(bm=bm, warpgroups=warpgroups, shares=shares),
         ).float()
         for shares in (True, True, False)
     ]

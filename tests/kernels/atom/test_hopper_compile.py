@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from triton.experimental.gluon import language as gl
 
-from llmpq.kernels.atom import fp8_kernel, int8_kernel, round_activation, round_kernels, round_norm
+from llmpq.kernels import nvrtc
 from llmpq.kernels.atom import hopper as atom_hopper
+from llmpq.kernels.atom import int8_kernel, round_activation, round_kernels, round_norm
+from llmpq.kernels.atom.codes_text import CodesTile, text
 from llmpq.kernels.fused import gptq_block
-from reference.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
+from reference.cubin import ARCHITECTURES, SHARED_LIMIT, Compiled, compile_kernel
 
 pytestmark = pytest.mark.compile
 
@@ -20,7 +22,7 @@ ROUNDING = {"OUTLIERS": 128, "BITS": 4, "SIGNED": True, "CLIP": 0.95}
 TYPES = {
     **dict.fromkeys(("X", "WEIGHT", "BIAS", "S", "RESIDUAL", "Y"), "*bf16"),
     **dict.fromkeys(("OUTLIER", "W", "U", "SCALE", "ZERO", "CODES", "ERRORS"), "*fp32"),
-    "SCALES": "*bf16",
+    "SCALES": "*fp32",
     "MATRICES": "*bf16",
     **dict.fromkeys(("UW", "UA", "UNIT"), "*fp32"),
     **dict.fromkeys(("SI", "CODES8"), "*i8"),
@@ -57,43 +59,24 @@ def box(element: str, shape: list[int], swizzle: int) -> str:
     return f"tensordesc<{element}[{','.join(map(str, shape))}],{layout!r}>"
 
 
+@pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC (nvidia-cuda-nvrtc)")
 @pytest.mark.parametrize(
-    ("tokens", "split"),
-    [
-        pytest.param(
-            tokens, split, marks=[] if (tokens, split) == (64, True) else [pytest.mark.seldom]
-        )
-        for tokens in (64, 128)
-        for split in (False, True)
-    ],
+    ("tokens", "warpgroups"), [(96, 3), pytest.param(160, 2, marks=pytest.mark.seldom)]
 )
-def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(
-    tokens: int, split: bool
+def test_the_product_runs_on_fp8_tensor_cores_beside_which_operands_are_made(
+    tokens: int, warpgroups: int
 ) -> None:
-    constants = {
-        "G": 31,
-        "SCALES": 34,
-        "OUTLIERS": True,
-        "SPLIT": split,
-        "HAS_BIAS": False,
-        "HAS_RESIDUAL": True,
-        "BM": tokens,
-        "STAGES": 6,
-        "GROUP_M": 8,
-    }
-    made = compiled(
-        fp8_kernel.wgmma_kernel,
-        90,
-        constants,
-        4,
-        a_desc=box("fp8e4nv", [tokens, 64], 64),
-        o_desc=box("i8", [tokens, 64], 64),
-        p_desc=box("u8", [8, 8, 128], 128),
-        t_desc=box("bf16", [1, 16, tokens], 128),
-    )
-    assert re.search(r"wgmma\.mma_async.*e4m3\.e4m3", made.ptx)
-    assert re.search(r"wgmma\.mma_async.*s8\.s8", made.ptx)
-    assert "vabsdiff4" in made.ptx and "setmaxnreg" in made.ptx
+    tile = CodesTile(kind="bf16", scales="f16", outliers=True, tokens=tokens, warpgroups=warpgroups)
+    code = nvrtc.compile_text(text(tile))
+    lines = Compiled(cubin=code, ptx="", shared_bytes=tile.shared_bytes).machine_code().splitlines()
+    assert sum("IGMMA" in line for line in lines) == 4
+    assert not [line for line in lines if re.search(r"\b(LDL|STL)\b", line)]
+    # Between a product and the wait for it stands the unpacking of the next one's words.
+    kinds = [k for line in lines if (k := re.search(r"QGMMA|VABSDIFF4|gsb0, 0x0", line))]
+    order = [k[0] for k, before in zip(kinds[1:], kinds, strict=False) if k[0] != before[0]]
+    turns = " ".join(order[order.index("QGMMA") :])
+    assert turns.startswith("QGMMA VABSDIFF4 gsb0, 0x0 QGMMA VABSDIFF4 gsb0, 0x0")
+    assert tile.slots >= 6
 
 
 @pytest.mark.parametrize("outliers", [pytest.param(False, marks=pytest.mark.seldom), True])
