@@ -15,13 +15,14 @@ from llmpq.kernels.gemm.ranking.config import DENSE, PIECES, Config
 from llmpq.kernels.gemm.ranking.machine import Machine
 from llmpq.kernels.gemm.ranking.predict import X_IN_L2, Product, resident, step_time
 from llmpq.kernels.gemm.ranking.ring_plan import ring_config
+from llmpq.kernels.gemm.ranking.rows_tile import RowsTile
 from llmpq.kernels.gemm.ranking.wgmma_plan import schedule, shared_bytes, suits, tiles_of
 from llmpq.kernels.kernel_table import Kernel, KernelForm, gpu, lines_of
 
 MOST_TILES = 24
 """Of `wgmma_gemm_kernel` a program: past them the largest tiles are the fastest."""
 
-SPLITS: tuple[int, ...] = ()
+SPLITS = (2, 3, 4)
 """Programs of a cluster that share K, of `wgmma_rows`."""
 
 PAST_THE_END = 1.25
@@ -162,14 +163,31 @@ def rows_candidates(product: Product, machine: Machine) -> Iterator[Config]:
         yield whole
         for split in SPLITS:
             clusters = machine.multiprocessors // split
-            if bm % (8 * split) == 0 and tiles <= clusters and split <= product.groups // 4:
-                yield replace(whole, split=split)
+            if bm % (8 * split) or tiles > clusters or split > product.groups // 4:
+                continue
+            shared = replace(whole, split=split)
+            if _fits(shared, product):
+                yield shared
         for cut in (1, 2) if x_stays else (1,):
             shared = replace(whole, cut=cut)
             made = schedule(shared, tiles, product.groups, machine.multiprocessors)
             if made not in found:
                 found.add(made)
                 yield shared
+
+
+def _fits(config: Config, product: Product) -> bool:
+    """Whether a program has shared memory for what others of its cluster send it, too."""
+    tile = RowsTile(
+        bits=product.bits,
+        kind="bf16",
+        zeros=product.form.endswith("zeros"),
+        grouped=True,
+        rows=config.bm,
+        warpgroups=config.warpgroups,
+        split=config.split,
+    )
+    return tile.fits
 
 
 def gluon_candidates(product: Product, machine: Machine) -> Iterator[Config]:

@@ -89,8 +89,10 @@ def test_candidates_leave_few_rows_past_the_end():
             assert -(-rows // config.bm) * config.bm <= 1.25 * rows + 8
             tiles = -(-rows // config.bm) * -(-n // tile_rows(config))
             programs, whole = schedule(config, tiles, k // 128, 132)
-            assert config.split * programs <= 132 or config.split == 1
             assert 2 * programs * tile_rows(config) * config.bm * 4 <= 34 << 20 or whole == tiles
+            assert config.split * programs <= 132 or config.split == 1
+    few = {c.split for c in rows_candidates(Product(8, 1536, 8960, 128), REFERENCE)}
+    assert {1, 2, 4} <= few, "24 tiles of 64 rows: clusters share their K"
     best = {c.bm for c in rows_candidates(Product(4, 4096, 4096, 777), REFERENCE)}
     assert 200 in best, "four tiles of 200 rows: 23 past the end, not 247"
 
