@@ -165,7 +165,7 @@ be timed: from an H200's times (28672 x 4096, 4 bits, 1, 8, 16, 64 rows: 31, 41,
 tensor cores 32, 155, 301 us to 16 rows; w made 290 us), by multiprocessors and clocks of a T4 and a
 V100, and by bytes."""
 WGMMA_FROM = 33
-WGMMA_ROWS_SPAN = (65, 2048)
+WGMMA_ROWS_SPAN = (49, 2048)
 """Rows of x at which wgmma_rows.cu is as quick as wgmma_gemm.py or quicker, so that it takes its
 place where it is compiled (H200, eight shapes; longer ones were not timed)."""
 PIECES_FROM = 513

@@ -13,7 +13,13 @@ from dataclasses import replace
 
 from llmpq.kernels.gemm.ranking.config import DENSE, PIECES, Config
 from llmpq.kernels.gemm.ranking.machine import Machine
-from llmpq.kernels.gemm.ranking.predict import X_IN_L2, Product, resident, step_time
+from llmpq.kernels.gemm.ranking.predict import (
+    X_IN_L2,
+    Product,
+    clusters_at_once,
+    resident,
+    step_time,
+)
 from llmpq.kernels.gemm.ranking.ring_plan import ring_config
 from llmpq.kernels.gemm.ranking.rows_tile import RowsTile
 from llmpq.kernels.gemm.ranking.wgmma_plan import schedule, shared_bytes, suits, tiles_of
@@ -162,8 +168,8 @@ def rows_candidates(product: Product, machine: Machine) -> Iterator[Config]:
         found = {schedule(whole, tiles, product.groups, machine.multiprocessors)}
         yield whole
         for split in SPLITS:
-            clusters = machine.multiprocessors // split
-            if bm % (8 * split) or tiles > clusters or split > product.groups // 4:
+            most = clusters_at_once(split, machine)
+            if bm % (8 * split) or tiles > most or split > product.groups // 4:
                 continue
             shared = replace(whole, split=split)
             if _fits(shared, product):

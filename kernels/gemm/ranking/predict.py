@@ -59,21 +59,22 @@ L2_PIECE = 0.6
 """Of the L2: a piece of w that is at most as large is not written to memory before it is read."""
 UNPACKED_A_S = 2.4e12
 """Weights that are made 16-bit numbers in a second at most."""
-ROWS_RATE = 0.713
+ROWS_RATE = 0.773
 """Of a multiprocessor's tensor cores at the card's clock, by the products of `wgmma_rows`."""
-UNPACK_CLOCKS = {3: 400, 4: 400, 8: 620}
+UNPACK_CLOCKS = {3: 465, 4: 465, 8: 540}
 """Of 64 rows of a k-group."""
-ROWS_STEP_CLOCKS, ROWS_TILE_CLOCKS, ROWS_SHARED_CLOCKS = 28, 350, 13_600
+ROWS_STEP_CLOCKS, ROWS_TILE_CLOCKS, ROWS_SHARED_CLOCKS = 24, 390, 20_700
 """More of a k-group, of a tile, and where K is shared out."""
-ROWS_SHARES_A_CLOCK = 115
+ROWS_SHARES_A_CLOCK = 120
 """Bytes of shares, written and read."""
-ROWS_SPLIT_CLOCKS = 3000
+ROWS_SPLIT_CLOCKS = 4500
 """... by the programs of a cluster."""
-CLUSTERS = {1: 1.0, 2: 1.0, 3: 21 / 22, 4: 32 / 33}
-"""Share of the multiprocessors that clusters of so many programs fill: 16 or 18 lie together."""
-ROWS_LAUNCH_US = 0.5
-"""These are fitted to 1,800 times of tiles (H200, eight shapes, 96 to 2,048 rows, 3 to 8 bits):
-what they choose takes 2 % longer than the best of these tiles."""
+CLUSTERS = {2: 66 / 66, 3: 36 / 44, 4: 30 / 33}
+"""Clusters of so many programs that run at once, of what the multiprocessors would hold: 16 or 18
+of these lie together (H200: 36 of three and 30 of four run at once; 40 and 32 take twice)."""
+ROWS_LAUNCH_US = 0.8
+"""These are fitted to 1,000 times of tiles (H200, eight shapes, 64 to 1,500 rows, 4 and 8 bits):
+what they choose takes 1 % longer than the best of these tiles."""
 PIECE_US = 3.0
 """Of a piece's two launches. These constants are fitted to what products of seven shapes took on an
 H200, 333 to 4,096 rows of 8 bits: ours over pieces, over w as one, and cuBLAS's over ours."""
@@ -349,6 +350,11 @@ def pieces_us(config: Config, product: Product, machine: Machine) -> float:
     return found
 
 
+def clusters_at_once(programs: int, machine: Machine) -> int:
+    """Return how many clusters of so many programs run at once."""
+    return int(machine.multiprocessors // programs * CLUSTERS[programs])
+
+
 def rows_us(config: Config, product: Product, machine: Machine) -> float:
     """Return the time of tiles of any multiple of 8 rows: of tensor cores, or of unpacking."""
     tiles, groups = tiles_of(config, product.n, product.rows), product.groups
@@ -359,7 +365,7 @@ def rows_us(config: Config, product: Product, machine: Machine) -> float:
     step = (products**4 + unpacking**4) ** 0.25 + ROWS_STEP_CLOCKS
     clocks = -(-whole // programs) * (groups * step + ROWS_TILE_CLOCKS)
     if config.split > 1:
-        at_once = int(machine.multiprocessors * CLUSTERS[config.split]) // config.split
+        at_once = clusters_at_once(config.split, machine)
         each = -(-groups // config.split) * step + ROWS_TILE_CLOCKS + ROWS_SPLIT_CLOCKS
         clocks = -(-tiles // at_once) * each
     if rest:
