@@ -198,7 +198,7 @@ def refusal_of(
     problems = [p.with_job(kv=kv) for kv in kvs]
     given = _limits_given(p, budget)
     dropped = [flag for flag, change in given.items() if _some_fit(problems, **change)]
-    short = [q for q in problems if too_big_in_any_chunks(q.with_job(group=_NO_LIMITS["group"]))]
+    short = [q for q in problems if too_big_in_any_chunks(q)]
     if given and len(short) < len(problems):
         which = " or ".join(dropped) if dropped else ", ".join(given)
         verb = "leave it out" if len(given) == 1 else f"leave out {which}"

@@ -183,8 +183,6 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
     kinds = {_memory_kind(p, cls) for cls in p.classes}
     spend(270 * len(kinds))
     for first, last in product((False, True), repeat=2):
-        if 3 - first - last > p.max_stages:
-            continue
         known = p.unlike_bytes is not None  # with every layer's own KV
         kv_above = 0 if known else _above_mean(p, first=first, last=last)
         for sort, precisions in _sorts(p.choices).items():
