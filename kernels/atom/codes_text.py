@@ -58,7 +58,6 @@ def text(tile: CodesTile) -> str:
         "NT": tile.tokens,
         "WGS": tile.warpgroups,
         "BH": 1,
-        "CLUSTER": 1,
         "SPLIT": 1,
         "SLOTS": tile.slots,
         "REGISTERS": registers,

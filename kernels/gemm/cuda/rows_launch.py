@@ -45,11 +45,9 @@ def launch(plan: ProductPlan, operands: LinearOperands) -> None:
     together = tiles_together(k, config.bm)
     kind = "f16" if x_MK.dtype == torch.float16 else "bf16"
     grouped = q.group_size is not None
-    own = config.bm // config.cluster
     _function(
         config.bm,
         config.warpgroups,
-        config.cluster,
         config.split,
         q.bits,
         kind,
@@ -57,10 +55,10 @@ def launch(plan: ProductPlan, operands: LinearOperands) -> None:
         grouped,
     ).launch(
         device,
-        programs * config.cluster * config.split,
+        programs * config.split,
         128 * (config.warpgroups + 1),
         (
-            tensor_map(x_MK.data_ptr(), x_MK.dtype, (m, k), k, (own, 64)),
+            tensor_map(x_MK.data_ptr(), x_MK.dtype, (m, k), k, (config.bm, 64)),
             tensor_map(
                 y_MN.data_ptr(),
                 y_MN.dtype,
@@ -85,7 +83,6 @@ def launch(plan: ProductPlan, operands: LinearOperands) -> None:
 def _function(
     rows: int,
     warpgroups: int,
-    cluster: int,
     split: int,
     bits: int,
     kind: str,
@@ -102,7 +99,6 @@ def _function(
         grouped=grouped,
         rows=rows,
         warpgroups=warpgroups,
-        cluster=cluster,
         split=split,
     )
     return CudaFunction("wgmma_rows", text(tile), tile.shared_bytes)
@@ -117,6 +113,6 @@ def _weight_maps(config: Config, operands: LinearOperands) -> tuple[Described, .
     for tensor, own in ((planes[0], words), (planes[-1], words), (scale, 8), (zero, 8)):
         width = own if q.group_size is None and own == 8 else own * groups
         shape = (operands.blocks, width)
-        rows = tile_rows(config) // (BLOCK_ROWS * config.cluster)
+        rows = tile_rows(config) // BLOCK_ROWS
         found.append(tensor_map(tensor.data_ptr(), torch.int32, shape, width, (rows, own)))
     return tuple(found)

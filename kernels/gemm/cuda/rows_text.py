@@ -40,7 +40,6 @@ def text(tile: RowsTile) -> str:
         "NT": tile.rows,
         "WGS": tile.warpgroups,
         "BH": 1,
-        "CLUSTER": tile.cluster,
         "SPLIT": tile.split,
         "XS": x,
         "WS": words,

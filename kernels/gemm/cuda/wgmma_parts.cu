@@ -3,19 +3,18 @@
 // Tiles that do not fill the last wave have their K shared out evenly: float32 sums lie in a
 // workspace, the last program to arrive adds them in order, so that results do not depend on timing
 // (gluon/gluon_shares.py). Before this stand types and constants: NT rows of x, WGS warpgroups of 64
-// rows of w, BH 1; CLUSTER and SPLIT programs of a cluster (wgmma_rows.cu), 1 where there is none;
+// rows of w, BH 1; SPLIT programs of a cluster that share a tile's K (wgmma_rows.cu), 1: none;
 // IS_BF16.
 
 struct __align__(64) TensorMap { char bytes[128]; };
 struct Work { int M, N, m_tiles, n_tiles, blocks, groups, whole, together; };
 
-#define PARTS (CLUSTER * WGS * BH)  // of 64 rows of w
+#define PARTS (WGS * BH)  // of 64 rows of w
 #define OWN_Y (NT / SPLIT)  // rows of x whose sums a program of a cluster that shares K adds up
-#define TOGETHER (CLUSTER * SPLIT)  // programs of a cluster: they share x, or K
-#define PID ((int)blockIdx.x / TOGETHER)
-#define PROGRAMS ((int)gridDim.x / TOGETHER)
-#if TOGETHER > 1
-#define CLUSTERED __cluster_dims__(TOGETHER, 1, 1)
+#define PID ((int)blockIdx.x / SPLIT)
+#define PROGRAMS ((int)gridDim.x / SPLIT)
+#if SPLIT > 1
+#define CLUSTERED __cluster_dims__(SPLIT, 1, 1)
 #else
 #define CLUSTERED
 #endif
@@ -48,35 +47,17 @@ ONE u32 rank_in_cluster() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(v));
   return v;
 }
-ONE u32 x_rank() { return CLUSTER > 1 ? rank_in_cluster() : 0; }
 ONE u32 k_rank() { return SPLIT > 1 ? rank_in_cluster() : 0; }
 ONE u32 in_program(u32 address, u32 rank) {  // of a cluster
   u32 v;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(v) : "r"(address), "r"(rank));
   return v;
 }
-ONE void tma_load_for_all(u32 to, const TensorMap *map, int column, int row, u32 bar) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-               ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
-               ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(bar),
-               "h"((u16)((1 << CLUSTER) - 1)) : "memory");
-}
-ONE void bar_arrive_at(u32 bar, u32 rank) {  // a release of the cluster's scope would fence the GPU
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_program(bar, rank))
-               : "memory");
-}
 ONE void cluster_arrive() {
-  if (TOGETHER > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  if (SPLIT > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 ONE void cluster_wait() {
-  if (TOGETHER > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
-ONE void x_arrive(u32 bar, int lane) {  // a slot of x is free: every program that fills it waits
-#if CLUSTER > 1
-  if (lane < CLUSTER) bar_arrive_at(bar, lane);
-#else
-  if (lane == 0) bar_arrive(bar);
-#endif
+  if (SPLIT > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 ONE void prefetch(const TensorMap *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

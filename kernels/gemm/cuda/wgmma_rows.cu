@@ -26,7 +26,6 @@
 #define W_BYTES (HIGH * WORD_BYTES * PLANES)
 #define S_BYTES (HIGH * 32 * SCALES)
 #define STAGED_BYTES (WGS * NT * 128)
-#define OWN_X (NT / CLUSTER)  // rows of x that a program asks for
 #define AT_STAGED (XS * X_BYTES)
 #define AT_W (AT_STAGED + STAGED_BYTES)
 #define AT_S (AT_W + WS * W_BYTES)
@@ -86,12 +85,11 @@ ONE void ask(const TensorMap *xmap, const TensorMap *P0, const TensorMap *P1, co
   const u32 xfull = base + AT_BARRIERS, xfree = xfull + 8 * XS;
   const u32 wfull = xfree + 8 * XS, wfree = wfull + 8 * WS;
   u32 xslot = 0, xphase = 1, slot = 0, phase = 1;
-  const u32 rank = x_rank();
   bool waited = false;
   for (int i = 0; i < segments; i++) {
     const Segment s = segment_of(i, at, w);
     at = s.after;
-    const int block = (s.n * CLUSTER + rank) * HIGH;  // blocks past the end are zeros
+    const int block = s.n * HIGH;  // blocks past the end are zeros
     for (int g = s.first; g < s.last; g++) {
       bar_wait(wfree + 8 * slot, phase);
       const u32 bar = wfull + 8 * slot, words = base + AT_W + slot * W_BYTES;
@@ -113,13 +111,7 @@ ONE void ask(const TensorMap *xmap, const TensorMap *P0, const TensorMap *P1, co
       for (int h = 0; h < 2; h++) {
         bar_wait(xfree + 8 * xslot, xphase);
         bar_expect(xfull + 8 * xslot, X_BYTES);
-        const u32 to = base + xslot * X_BYTES + rank * (OWN_X * 128);
-        const int row = s.m * NT + rank * OWN_X;
-#if CLUSTER > 1
-        tma_load_for_all(to, xmap, g * 128 + h * 64, row, xfull + 8 * xslot);
-#else
-        tma_load(to, xmap, g * 128 + h * 64, row, xfull + 8 * xslot);
-#endif
+        tma_load(base + xslot * X_BYTES, xmap, g * 128 + h * 64, s.m * NT, xfull + 8 * xslot);
         if (++xslot == XS) xslot = 0, xphase ^= 1;
       }
     }
@@ -196,7 +188,7 @@ extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1) CLUSTERED
     prefetch(&xmap), prefetch(&P0), prefetch(&SM), prefetch(&ZM), prefetch(&ymap);
   }
   if (threadIdx.x == 0) {
-    for (int i = 0; i < XS; i++) bar_init(xfull + 8 * i, 1), bar_init(xfree + 8 * i, WGS * 4 * CLUSTER);
+    for (int i = 0; i < XS; i++) bar_init(xfull + 8 * i, 1), bar_init(xfree + 8 * i, WGS * 4);
     for (int i = 0; i < WS; i++) bar_init(wfull + 8 * i, 1), bar_init(wfree + 8 * i, WGS * 4);
     for (int i = 0; SPLIT > 1 && i < WGS; i++) {
       bar_init(flags + 64 + 8 * i, 1);
@@ -212,13 +204,11 @@ extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1) CLUSTERED
   const int segments = segments_of(w, at);
   if (wg == WGS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS_ASKING));
-    if (CLUSTER > 1) cluster_wait();
     if (warp == 0 && lane == 0) ask(&xmap, &P0, &P1, &SM, &ZM, w, base, segments, at);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
     wait_for_kernel_before();
-    if (CLUSTER > 1) cluster_wait();
-    const int part0 = x_rank() * (WGS * BH) + wg * BH;
+    const int part0 = wg * BH;
     u32 xslot = 0, xphase = 0, slot = 0, phase = 0, before = 0;
     for (int i = 0; i < segments; i++) {
       const Segment s = segment_of(i, at, w);
@@ -280,7 +270,7 @@ extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1) CLUSTERED
           if (c == 0 && g + 1 < s.last) load(next);
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
           keep(a[~c & 1]);
-          if (b == 0 && (c > 0 || g > s.first)) x_arrive(xfree + 8 * before, lane);
+          if (b == 0 && (c > 0 || g > s.first) && lane == 0) bar_arrive(xfree + 8 * before);
           if (b == BH - 1) {
             before = xslot;
             if (++xslot == XS) xslot = 0, xphase ^= 1;
@@ -291,7 +281,7 @@ extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1) CLUSTERED
 #pragma unroll
       for (int b = 0; b < BH; b++) keep(acc[b]);
       keep(a[1]);
-      x_arrive(xfree + 8 * before, lane);
+      if (lane == 0) bar_arrive(xfree + 8 * before);
 #pragma unroll
       for (int b = 0; b < BH; b++) {
         const int part = part0 + b, shared = s.tile - w.whole;
@@ -314,10 +304,7 @@ extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1) CLUSTERED
     }
     if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
   }
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-  cluster_wait();  // others reach into this program's memory until they are done
-#elif SPLIT > 1
+#if SPLIT > 1
   if (wg == WGS) cluster_wait();
 #endif
 }

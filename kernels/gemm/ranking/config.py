@@ -49,8 +49,6 @@ class Config:
     """wgmma_gemm, wgmma_rows: programs at most; 0: one a multiprocessor."""
     warpgroups: int = 2
     """wgmma_gemm, wgmma_rows: warpgroups of 64 * blocks rows of w: 2 or 3."""
-    cluster: int = 1
-    """wgmma_rows: programs side by side that share x: 1 or 2."""
     asker: bool = False
     """wgmma_gemm: a warp of its own asks for x, not the first warpgroup."""
     piece_mib: int = 0
@@ -70,16 +68,15 @@ class Config:
         if self.kernel == "wgmma_rows":
             most = MOST_ROWS.get(self.warpgroups, 0)
             # With two blocks of rows of w and K shared out, sums were wrong now and then (H200).
-            together = self.cluster * self.split
-            if self.split > 1 and (self.cluster > 1 or self.cut) or not 1 <= together <= 4:
+            if not 1 <= self.split <= 4 or (self.split > 1 and self.cut):
                 raise ValueError(
-                    f"wgmma_rows: got clusters of {self.cluster} for x, of {self.split} that "
-                    f"share K, cut {self.cut}; expected one of the three, and at most 4"
+                    f"wgmma_rows: got {self.split} programs that share K, cut {self.cut}; expected "
+                    "1 to 4, and one of the two"
                 )
-            if self.bm % (8 * together):
+            if self.bm % (8 * self.split):
                 raise ValueError(
-                    f"wgmma_rows: got tiles of {self.bm} rows of x with clusters of {together}, "
-                    "expected a multiple of 8 of each program"
+                    f"wgmma_rows: got tiles of {self.bm} rows of x with {self.split} programs that "
+                    "share K, expected a multiple of 8 of each program"
                 )
             if self.bm < 8 or self.bm % 8 or self.bm > most or self.blocks != 1:
                 raise ValueError(

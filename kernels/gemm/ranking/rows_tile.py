@@ -23,8 +23,6 @@ class RowsTile:
     rows: int
     """Rows of x: any multiple of 8."""
     warpgroups: int
-    cluster: int = 1
-    """Programs that share x: each asks for its part of the rows, and all get it."""
     split: int = 1
     """Programs that share a tile's K: each adds up its part of the rows of x."""
 

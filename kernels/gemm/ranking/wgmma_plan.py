@@ -31,8 +31,8 @@ def shared_bytes(config: Config) -> int:
 
 
 def tile_rows(config: Config) -> int:
-    """Rows of w of a tile, of all programs that share its x."""
-    return 64 * config.warpgroups * config.blocks * config.cluster
+    """Rows of w of a tile."""
+    return 64 * config.warpgroups * config.blocks
 
 
 def tiles_of(config: Config, n: int, rows: int) -> int:
@@ -49,7 +49,7 @@ def schedule(config: Config, tiles: int, groups: int, multiprocessors: int) -> t
     """
     if config.split > 1:
         return tiles, tiles
-    programs = config.programs or multiprocessors // config.cluster
+    programs = config.programs or multiprocessors
     if config.cut == 0 or tiles % programs == 0:
         return min(programs, tiles), tiles
     whole = max(0, tiles // programs - config.cut + 1) * programs
