@@ -9,6 +9,7 @@ import pytest
 from llmpq.costs.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
 from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.__main__ import main
+from llmpq.planner.baselines.adabits import solve_adabits
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.costs.cost_book import mean_decode_s
 from llmpq.planner.costs.roofline import (
@@ -19,7 +20,8 @@ from llmpq.planner.costs.roofline import (
 )
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.problem.stage_memory import DENSE, MIXED, PACKED
+from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.problem.stage_memory import DENSE, MIXED, NEVER, PACKED
 from llmpq.plans.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.memory import stage_memory
@@ -238,3 +240,16 @@ def test_a_stage_of_two_precisions_has_room_for_the_workspaces_of_both() -> None
     assert needed[2] > max(needed[:2])
     left = p.numbers(1, 4).capacity[0, 1, 0]
     assert [device.limit_bytes - int(left[sort]) for sort in (DENSE, PACKED, MIXED)] == needed
+
+
+@pytest.mark.parametrize("devices", ["3090", "3090:2", "3090,4090", "3090:3"])
+def test_memory_is_never_only_of_sorts_that_the_choices_do_not_allow(devices: str) -> None:
+    """Also between others where there are two stages at most: searches look there for sorts."""
+    for bits, sorts in (("16,4", {DENSE, PACKED, MIXED}), ("16", {DENSE}), ("4", {PACKED})):
+        request = PlanRequest(model="opt-1.3b", devices=devices, batch=4, bits=bits)
+        p, _, _ = make_problem(request)
+        table = p.capacity(*p.pairs[0])
+        for sort in (DENSE, PACKED, MIXED):
+            held = table[..., sort] != NEVER
+            assert held.all() if sort in sorts else not held.any()
+        assert solve_adabits(p).assignment.stages
