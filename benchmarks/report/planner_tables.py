@@ -80,9 +80,14 @@ class MixedTable:
         rows = load("mixed_clusters.jsonl", "mixed_clusters", {})
         found = {(row["case"]["number"], row["case"]["job"]): row for row in rows}
         newest = [found[key] for key in sorted(found)]
-        seconds, cpu_s = (
-            sorted(row["baselines"][name] for row in newest) for name in ("seconds", "cpu_s")
-        )
+        cpu_s = {
+            name: sorted(
+                row["baselines"]["cpu_s"]
+                for row in newest
+                if row["case"]["job"].isdecimal() is batch
+            )
+            for name, batch in (("batch jobs", True), ("traces", False))
+        }
         head = ("cards", "model", "job", "loss", "engines", "answer", *MIXED, "s (CPU s)")
         worse = sum(row["value"] > 1 + WORSE for row in newest)
         commits = ", ".join(dict.fromkeys(_clean(row) for row in newest))
@@ -90,8 +95,8 @@ class MixedTable:
         told = [
             f"{len(newest)} jobs on {clusters} clusters, {worse} beaten.",
             *(
-                f"{name}: p50 {own[len(own) // 2]:.1f} s, largest {own[-1]:.1f} s."
-                for name, own in (("Solved in", seconds), ("CPU", cpu_s))
+                f"CPU of {len(own)} {name}: p50 {own[len(own) // 2]:.1f} s, most {own[-1]:.1f} s."
+                for name, own in cpu_s.items()
                 if own
             ),
             f"Commits: {commits}.",

@@ -56,7 +56,7 @@ HOPE = 1.25
 """Times the largest share of a steady rate that is kept by simulation, that others may keep."""
 MOST_JOINED = 8
 """Engines of several devices or groups that are planned, of each number of requests at once."""
-STEPS_HOPE = 2.0
+STEPS_HOPE = 3.0
 """Times a rate that other steps may give. Seen: up to 2.5, where hardly a request is in time."""
 SOLVING_SHARE = 0.4
 """Share of the time that plans are looked for; then they are simulated."""
@@ -562,10 +562,8 @@ def _plan_all(search: _Search) -> tuple[bool, int]:
             if search.planned_enough:
                 return False, 0
             best = search.best_of(v)
-            if best is None:
-                search.engine(v, REQUESTS_AT_ONCE[0], step_tokens)
-            elif not search.steps_are_simulated:
-                search.engine(v, best.plan.workload.batch, step_tokens)
+            requests = REQUESTS_AT_ONCE[0] if best is None else best.plan.workload.batch
+            search.engine(v, requests, step_tokens)
     beaten = sum(_is_beaten(search, v) for v in rest if v not in joined)
     return vectors.complete, len(rest) - len(joined) - beaten
 
