@@ -5,8 +5,9 @@
     python benchmarks/odd_clusters.py --issue-cases      clusters on which it once was
     python benchmarks/odd_clusters.py --scale            up to 128 devices
     python benchmarks/odd_clusters.py --summary          what the rows of this commit say
+    python benchmarks/odd_clusters.py --files 17 DIR     files of seed 17, and its command
 
-Problems are seeded (odd_problems.py). Beside `exact` every method runs with the same limit: the
+Problems are seeded (lib/odd_problems.py). Beside `exact` every method runs with the same limit: the
 integer program on some, the baselines, the best single device, each precision alone. Values are
 theta times sum of omega plus seconds, or seconds under a budget, at the best KV precision.
 With --cpu-time limits count CPU seconds: a busy machine then says what an idle one would.
@@ -24,6 +25,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -31,8 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lib.odd_problems import OddProblem, odd_problem, read_case
 from lib.rows import RESULTS, commit, write_row
-from odd_problems import OddProblem, odd_problem, read_case
 from report.planner_tables import FAR, MARGIN_S, WORSE, summary
 
 from llmpq.errors import BadPlanError, DoesNotFitError
@@ -314,7 +316,15 @@ def main() -> None:
     parser.add_argument("--issue-cases", action="store_true")
     parser.add_argument("--scale", action="store_true")
     parser.add_argument("--summary", action="store_true")
+    parser.add_argument(
+        "--files", nargs=2, metavar=("SEED", "DIR"), help="write a problem, run nothing"
+    )
     args = parser.parse_args()
+    if args.files:
+        folder = Path(args.files[1])
+        folder.mkdir(parents=True, exist_ok=True)
+        print("llmpq-algo", shlex.join(odd_problem(int(args.files[0])).write(folder)))
+        return
     if args.cpu_time:
         time.perf_counter = cpu_seconds  # what every limit of the planner goes by
     if args.issue_cases:

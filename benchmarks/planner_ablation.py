@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lib.odd_problems import odd_problem, read_case
 from lib.paper_clusters import MODELS, cluster_flags
 from lib.rows import RESULTS, write_row
 from odd_clusters import B32, SCALE_CASES, valued, words
-from odd_problems import odd_problem, read_case
 from report.planner_tables import AblationTable
 
 from llmpq.errors import DoesNotFitError

@@ -7,7 +7,7 @@
 
 `same` and `stopped` draw small problems (reference/random_cases.py) and value every plan there
 is; `stopped` ends the search at a random moment. `more` takes problems of real size
-(odd_problems.py) and adds a device, memory, or a precision: where both are proven the
+(lib/odd_problems.py) and adds a device, memory, or a precision: where both are proven the
 larger problem's plan must not be slower beyond the gap, else it must be within its own stated gap
 of the smaller problem's value. `topologies` values all groupings of two or three cards into engines
 and shared stages (reference/all_topologies.py) beside the answer of the command, whose certificate
@@ -31,8 +31,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from lib.odd_problems import larger_pair
 from lib.rows import RESULTS, commit, write_row
-from odd_problems import larger_pair
 
 from llmpq.errors import DoesNotFitError, LlmpqError
 from llmpq.planner.check.verify import Refused, verify

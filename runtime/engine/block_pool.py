@@ -10,7 +10,7 @@ precision, a salt).
 
 A found prefix also needs what recurrent layers carry behind its last block. The state behind the
 last full block of each prompt is kept: with as many bytes, more places a prompt find less
-(benchmarks/state_snapshots.py).
+(6ed750af:benchmarks/state_snapshots.py).
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, ModuleType]]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))  # as for a script: its folder comes first
-    yield importlib.import_module("odd_problems"), importlib.import_module("odd_clusters")
-    for name in ("odd_problems", "odd_clusters", "lib.rows"):
+    yield importlib.import_module("lib.odd_problems"), importlib.import_module("odd_clusters")
+    for name in ("lib.odd_problems", "odd_clusters", "lib.rows"):
         sys.modules.pop(name, None)
 
 

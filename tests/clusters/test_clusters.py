@@ -69,7 +69,7 @@ def test_the_papers_and_drivers_spellings_are_known(spelling: str, kind: str) ->
 def test_synthetic_omega_is_what_its_script_makes() -> None:
     import importlib.util
 
-    script = Path(__file__).parents[2] / "benchmarks" / "synthetic_omega.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "lib" / "synthetic_omega.py"
     spec = importlib.util.spec_from_file_location("synthetic_omega", script)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

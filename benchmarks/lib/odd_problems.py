@@ -1,17 +1,13 @@
 """Seeded problems of real size: odd clusters, models from 7B to 405B, every flag of the command.
 
-    python benchmarks/odd_problems.py 17 DIR    writes seed 17's files into DIR, prints its command
-
-A seed's problem is the same everywhere. Problems that cannot fit are drawn again.
+`python benchmarks/odd_clusters.py --files 17 DIR` writes seed 17's files into DIR and prints its
+command. A seed's problem is the same everywhere. Problems that cannot fit are drawn again.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import shlex
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -214,19 +210,3 @@ def _larger(rng: random.Random, found: OddProblem, p: Problem) -> tuple[OddProbl
     more = rng.choice(missing)
     bits = ",".join([*(c.value for c in p.choices), more])
     return replace(found, flags=(*found.flags, "--bits", bits)), f"{more} allowed"
-
-
-def main() -> None:
-    """Write one problem's files and print its command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("seed", type=int)
-    parser.add_argument("folder", type=Path)
-    args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    sys.stdout.write(f"llmpq-algo {shlex.join(odd_problem(args.seed).write(args.folder))}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Draw the pictures of README and docs from committed plans and rows, as SVG.
 
-    python benchmarks/pictures.py            write docs/plan.svg and docs/speed.svg
-    python benchmarks/pictures.py --check    exit 1 if one differs from what it is drawn from
+    python docs/make_pictures.py            write docs/plan.svg and docs/speed.svg
+    python docs/make_pictures.py --check    exit 1 if one differs from what it is drawn from
 
 docs/plan.svg is docs/plan.json as `llmpq-algo export --to svg` draws it; docs/speed.svg has a bar
 for every line of the README's table.
@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from xml.sax.saxutils import escape
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from report.front_table import LINES
 from report.table_cells import ROOT
 

@@ -19,16 +19,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def pictures(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # as for a script: its folder comes first
-    yield importlib.import_module("pictures")
-    sys.modules.pop("pictures", None)
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))  # as for a script: its folder comes first
+    yield importlib.import_module("make_pictures")
+    sys.modules.pop("make_pictures", None)
 
 
 def test_every_picture_is_what_its_plan_and_rows_draw(
     pictures: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["pictures.py", "--check"])
-    assert pictures.main() == 0, "run: python benchmarks/pictures.py"
+    monkeypatch.setattr(sys, "argv", ["make_pictures.py", "--check"])
+    assert pictures.main() == 0, "run: python docs/make_pictures.py"
     shown = "".join(p.read_text() for p in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
     for name in pictures.PICTURES:
         assert f"{name})" in shown, f"no page shows {name}"

@@ -1,7 +1,7 @@
 """Take the screenshots of docs: a plan's page, a run's page, and the server's page after a chat.
 
-    PYTHONPATH=tests python benchmarks/screenshots.py            all, as WebP in docs/
-    PYTHONPATH=tests python benchmarks/screenshots.py run page   some
+    PYTHONPATH=tests python docs/make_screenshots.py            all, as WebP in docs/
+    PYTHONPATH=tests python docs/make_screenshots.py run page   some
 
 The plan is docs/plan.json; the run is docs/run.json, the report of 48 requests to the bundled model
 over two CPU stages; the server runs that report's plan and is asked three times. Each is taken on a
@@ -20,14 +20,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from report.table_cells import ROOT
-
 from browser import Browser, browser
 from llmpq.pictures.plan_page import plan_page
 from llmpq.pictures.run_page import run_page
 from llmpq.plans.plan import Plan
 
-DOCS = ROOT / "docs"
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
 VIEWS = {
     "light": ("light", "screen", 1100),
     "dark": ("dark", "screen", 1100),

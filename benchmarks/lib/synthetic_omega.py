@@ -3,7 +3,7 @@
 omega[layer, bits] = total_3bit * w[layer] * f[bits] / (sum w * f[3]), f[bits] = (2^bits - 1)^-2
 (the variance of rounding) and w log-normal around a rise with depth, seeded by the model's name.
 `total_3bit` is what all layers at 3 bits cost, chosen per model so that at theta = 1 the paper's
-clusters mix precisions. Run: python benchmarks/synthetic_omega.py
+clusters mix precisions. Run: python benchmarks/lib/synthetic_omega.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
 
 TOTAL_3BIT = {"opt-13b": 5.0, "opt-30b": 30.0, "opt-66b": 30.0, "bloom-176b": 40.0}
-FOLDER = Path(__file__).parent.parent / "clusters" / "paper"
+FOLDER = Path(__file__).parents[2] / "clusters" / "paper"
 
 
 def synthetic_omega(model: str, total_3bit: float) -> Sensitivity:
@@ -45,7 +45,8 @@ def synthetic_omega(model: str, total_3bit: float) -> Sensitivity:
             KVPrecision.KV4: column(4, 0.25),
             KVPrecision.KV2: column(2, 0.25),
         },
-        note="synthetic, made by benchmarks/synthetic_omega.py; says nothing about the real model",
+        note="synthetic, made by benchmarks/lib/synthetic_omega.py; "
+        "says nothing about the real model",
     )
 
 
