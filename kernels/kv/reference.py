@@ -133,9 +133,10 @@ def _write_ring(layer: KVLayer, k_BQGD: Tensor, v_BQGD: Tensor, view: StepView) 
 
 @dataclass(frozen=True)
 class ChosenKeys:
-    """The queries of an indexer, which come as further heads of a layer's queries.
+    """The queries of an indexer, which come as further heads behind a layer's queries.
 
-    Their last `width` channels meet the keys' last; their first is the weight of the head.
+    Of each such head the last `width` channels are multiplied with the keys' last ones; its first
+    channel is the head's weight. `topk`: keys that are chosen of a query.
     """
 
     heads: int
@@ -171,12 +172,12 @@ class ScoreRule:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether scores have to be there as numbers: torch's operator only adds a bias to them."""
+        """Whether scores are made as a matrix: torch's fused operator only adds a bias to them."""
         return self.cap > 0 or self.sinks_H is not None or self.chosen is not None
 
     @property
     def needs_mask(self) -> bool:
-        """Whether our own code, which knows windows that move with each token, does not do."""
+        """Whether scores need a mask of their own: the C++ attention knows sliding windows only."""
         return self.is_explicit or self.chunked
 
     def first_seen(self, position: int) -> int:
@@ -191,7 +192,7 @@ class ScoreRule:
         return (key // self.window + 1) * self.window if self.chunked else key + self.window
 
     def away(self, positions: Tensor) -> Tensor | int:
-        """Return how far behind queries the first key is that they do not see."""
+        """Return how many tokens before a query the nearest key is that its window leaves out."""
         return positions % self.window + 1 if self.chunked else self.window
 
     @property
@@ -200,12 +201,12 @@ class ScoreRule:
         return not self.window and not self.is_explicit
 
     def of(self, heads: slice) -> ScoreRule:
-        """Return the same of some query heads."""
+        """Return the rule of some of the query heads."""
         sinks = None if self.sinks_H is None else self.sinks_H[heads]
         return ScoreRule(self.window, self.cap, sinks, self.chunked, self.chosen)
 
     def heads_of(self, q_BQHD: Tensor) -> int:
-        """Return how many heads attention gives of queries."""
+        """Return how many heads of queries attend: all but an indexer's."""
         return q_BQHD.shape[-2] - (0 if self.chosen is None else self.chosen.heads)
 
 
@@ -221,7 +222,7 @@ class Scoring:
     rule: ScoreRule = EVERYTHING
 
     def of(self, heads: slice) -> Scoring:
-        """Return that of some of the query heads."""
+        """Return how scores of some of the query heads are made."""
         slopes = None if self.alibi_slopes_H is None else self.alibi_slopes_H[heads]
         return Scoring(self.scale, slopes, self.rule.of(heads))
 

@@ -75,9 +75,9 @@ def _has(machine: MachineDevices, groups: list[dict[str, Any]]) -> bool:
 def _as_they_are(
     groups: list[dict[str, Any]], machine: MachineDevices
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the groups with the memory that this machine's GPUs have free now, and what is not.
+    """Return the groups with the memory that this machine's GPUs have free, and notes of the rest.
 
-    A group that states its memory is left as it is said.
+    A group that states its memory stays as stated.
     """
     left = list(machine.gpus)
     found: list[dict[str, Any]] = []
@@ -118,7 +118,8 @@ def _machine(cluster: Cluster) -> Iterator[str]:
 def _complete_cpus(groups: Sequence[dict[str, Any]], host: Host | None) -> list[str]:
     """Fill in what a text leaves open of its `cpu`s, from this machine's host or by assumption.
 
-    They share what the host has beside what they are said to have. Returns what was filled in.
+    Groups that state nothing share equally what the others leave of the host. Returns a note a
+    group of what was filled in.
     """
     count = sum(group["count"] for group in groups)
     each = "cpu" if count == 1 else f"each of {count} cpu devices"
@@ -132,7 +133,7 @@ def _complete_cpus(groups: Sequence[dict[str, Any]], host: Host | None) -> list[
 
 
 def _complete_cpu(group: dict[str, Any], each: str, shares: Mapping[str, int]) -> str:
-    """Fill in one group; `shares`: what each has of this machine's host, nothing elsewhere."""
+    """Fill in one group and return the note; `shares`: of this machine's host, empty elsewhere."""
     spec = device_specs()[group["kind"]]
     example = "cpu=64GB+60GB/s+16threads"
     speed = [] if "spec" in group else [f"{spec.mem_gbps:g} GB/s"]

@@ -19,7 +19,7 @@ from llmpq.families.common.spec_values import Latent, Recurrent
 from llmpq.families.glm4_moe import mixture
 
 ATTENTION_EVERY = 4
-
+"""Where config.json lists no kinds: layers 4, 8, ..., counted from 0, are attention."""
 
 THEIRS = {
     "num_experts_per_tok": "num_experts_per_token",

@@ -35,9 +35,10 @@ def planned_shape(
 def member_memory(
     plan: Plan, worker: Worker, spec: ModelSpec, stage: StageShape, *, context_bytes: int = 0
 ) -> StageMemory:
-    """Return what a device of a plan holds; the output matrix is the last stage's first device's.
+    """Return the bytes that a device of a plan holds.
 
-    Its weights and keys are those of `Member.own`; `stage`: of the whole stage.
+    Weights and KV are of `Member.own` where devices share the stage; of the last stage's devices
+    the first one holds the output matrix. `stage`: the shape of the whole stage.
     """
     member, quantization = worker.member_of(spec), plan.settings()
     return stage_memory(

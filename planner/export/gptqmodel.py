@@ -1,6 +1,6 @@
 """GPTQModel: precision per layer as a quantize config, for a checkpoint that it writes.
 
-Grids are symmetric: with zeros, vLLM and Marlin do not read the checkpoint.
+Grids are symmetric: vLLM and Marlin do not read a checkpoint with zero points.
 """
 
 from __future__ import annotations

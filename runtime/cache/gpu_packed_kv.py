@@ -4,9 +4,9 @@
                                          for the prefix cache the 16-bit tokens behind each block
     ring   [layers, slots, G, 160, D]    of each running request its newest tokens in 16 bits
 
-It stores what CpuPackedKV stores on a CPU; a request that hits a block starts as there: right
-behind the tokens that come with it, which go to the ring of the request. Steps are kernels/kv's
-packed_pages.py.
+It stores what CpuPackedKV stores on a CPU. A request whose prefix was found gets the 16-bit tokens
+behind the last found block copied to its ring, and is computed from the token behind those on. A
+step's kernels are called through kernels/kv/paged/packed_pages.py.
 
 Legend: T tokens of a step, H query heads, G key/value heads, D head_dim, S slots, M blocks.
 """
@@ -58,7 +58,7 @@ class GpuPackedKV(GpuPagedKVBase):
         assert not size.window, "llmpq/plans/capabilities.py refuses before"
         fmt = self._format(spec, kv)
         self._device = torch.device(device)
-        # A column for the newest tokens, too, which no block holds yet: `spread` looks them up.
+        # As many columns as at 16 bits: `spread` also looks up the newest tokens, not packed yet.
         self.columns = pool_blocks(KVPrecision.KV16, size.max_len)
         self._table_SM = torch.zeros(
             (size.slots, self.columns), dtype=torch.int32, device=self._device
@@ -100,12 +100,12 @@ class GpuPackedKV(GpuPagedKVBase):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of blocks, of what is behind them, and of rings, all layers."""
+        """Bytes of all layers' blocks, of the 16-bit tokens behind blocks, and of rings."""
         parts = (*self._words, *self._params, *self._behind, *self._rings)
         return sum(part.nbytes for part in parts)
 
     def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
-        """Write the blocks that a step's rows got; found ones bring what is behind them."""
+        """Write the blocks that a step's rows got to the table, and rings of found prefixes."""
         write_blocks(self._table_SM, [(row.slot, row.first_block, row.new_blocks) for row in rows])
         for row, start in zip(rows, starts, strict=True):
             if row.resumes:
@@ -114,7 +114,7 @@ class GpuPackedKV(GpuPagedKVBase):
                 self._resume(row.slot, start, found)
 
     def work_split(self, table: Ints) -> Numbers:
-        """Return what each of attention's programs takes of a rows' table."""
+        """Return which rows and blocks of a step's table each of attention's programs computes."""
         values: Numbers = self.launches.work_split(table)
         return values
 
@@ -148,13 +148,16 @@ class GpuPackedKV(GpuPagedKVBase):
         )
 
     def keep_for_readers(self, layer: int, step: PagedStep) -> None:
-        """Keep a layer's newest tokens as they are before the chunks of a step."""
+        """Copy a layer's rings as they are before the chunks of a step overwrite their tokens."""
         if step.chunks:
             rings = [ring[layer].clone() for ring in self._rings]
             step.memo[f"rings {id(self)} {layer}"] = rings
 
     def attend_again(self, layer: int, inputs: AttentionInputs, step: PagedStep) -> Tensor:
-        """Return the attention of other queries; the step is appended again to what it found."""
+        """Return the attention of another layer's queries to this layer's keys and values.
+
+        The rings are put back as `keep_for_readers` copied them, and the step is appended again.
+        """
         for ring, kept in zip(
             self._rings, step.memo.get(f"rings {id(self)} {layer}", ()), strict=False
         ):
@@ -166,7 +169,7 @@ class GpuPackedKV(GpuPagedKVBase):
         self._append(layer, k_BQGD[0], v_BQGD[0], self._rows(step))
 
     def take_tokens_of(self, other: PagedKV, slot: int, count: int) -> None:
-        """Append a request's first tokens as another pool has them, outside of captured steps."""
+        """Append a request's first tokens as another pool has them; not in a captured step."""
         num_rows = self._table_SM.shape[0] + 1  # as steps with chunks have, whose kernels are there
         table = self.launches.table([slot], [0], [count], num_rows=num_rows, num_places=count)
         rows_FR = torch.tensor(table, dtype=torch.int32, device=self._device)
@@ -200,7 +203,7 @@ class GpuPackedKV(GpuPagedKVBase):
 
 
 def rotated(inputs: AttentionInputs, step: PagedStep) -> AttentionInputs:
-    """Return a step's inputs with the positions that its queries and keys have yet to get."""
+    """Return a step's inputs with queries and keys rotated, where that was left to the cache."""
     rotation = inputs.rotation
     if rotation is None:
         return inputs

@@ -101,8 +101,8 @@ class LLM:
     """A model that is loaded and answers prompts; `with`, `close` or `del` ends it."""
 
     _closed = False
-    _inbox: OutputQueue | None = None
-    _entrance: AsyncSubmitter
+    _outputs: OutputQueue | None = None
+    _submitter: AsyncSubmitter
 
     def __init__(
         self,
@@ -679,7 +679,7 @@ class LLM:
                 self._names.end(prompt.named)
 
     def begun(self, prompt: PreparedPrompt) -> tuple[int, Sequence[int]]:
-        """Return 0, which is the engine, and the tokens of a prompt's first answer so far."""
+        """Return the tokens of a prompt's first answer so far, behind the engine's number: 0."""
         return 0, self._engine.tokens_of(prompt.requests[0].id)
 
     async def stream(
@@ -729,16 +729,16 @@ class LLM:
             raise
 
     async def _submit(self, prompt: PreparedPrompt) -> ResponseStream:
-        """Begin the answers to what is asked."""
+        """Begin the answers to a prepared prompt, in the running event loop."""
         loop, engine = asyncio.get_running_loop(), self._engine
-        if self._inbox is None or self._inbox.loop is not loop:
-            self._inbox, self._entrance = OutputQueue(loop), AsyncSubmitter(loop, engine)
+        if self._outputs is None or self._outputs.loop is not loop:
+            self._outputs, self._submitter = OutputQueue(loop), AsyncSubmitter(loop, engine)
         self._begin([prompt])
         ended = partial(self._names.end, prompt.named)
         answers = ResponseStream(
-            prompt, self._prompts, engine, self._inbox, owner=self, ended=ended
+            prompt, self._prompts, engine, self._outputs, owner=self, ended=ended
         )
-        await answers.begin(self._entrance)
+        await answers.begin(self._submitter)
         return answers
 
     def abort(self, request_id: str | Iterable[str]) -> None:
@@ -903,7 +903,7 @@ class _Trace:
             self.names |= dict.fromkeys(request_ids, name)
 
     def added(self, records: list[StageRecord]) -> list[StageRecord]:
-        """Take what stages recorded anew, and return it."""
+        """Keep what stages recorded since the last call for the file, and return it."""
         if self.path is not None:
             # Stages of another plan have records of their own: those of before are let go.
             same = len(self.records) == len(records)

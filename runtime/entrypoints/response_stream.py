@@ -98,7 +98,7 @@ class AsyncSubmitter:
             self._sending = None
 
     async def _hand_over(self, waiting: Sequence[_Waiting]) -> None:
-        """Queue requests together; where that is refused, each caller's alone, who learns why."""
+        """Queue all callers' requests in one call; where it is refused, caller by caller."""
         asked = [one for one, _ in waiting]
         try:
             await self.loop.run_in_executor(None, self._engine.submit_all, asked)
@@ -154,14 +154,14 @@ class _Running:
         self._process = os.getpid()
 
     def add(self, delta: RequestOutputDelta) -> None:
-        """Note an end; called in the engine's thread."""
+        """Note a delta that ends its request; called in the engine's thread."""
         if delta.finished is not None or delta.error is not None:
             self._left.discard(delta.id)
             if not self._left:
                 self._ended()
 
     def refuse(self) -> None:
-        """Note that they were not queued."""
+        """Note that the engine took none of the requests."""
         self._left.clear()
         self._ended()
 
@@ -193,7 +193,7 @@ class ResponseStream:
         prompt: PreparedPrompt,
         prompts: RequestFactory,
         engine: EngineThread,
-        inbox: OutputQueue,
+        outputs: OutputQueue,
         *,
         owner: object,
         ended: Callable[[], None],
@@ -205,8 +205,8 @@ class ResponseStream:
         self._owner = owner
         self._prompt = prompt
         self._prompts = prompts
-        self._inbox = inbox
-        self._news: DeltaQueue = asyncio.Queue()
+        self._outputs = outputs
+        self._deltas: DeltaQueue = asyncio.Queue()
         self._running = _Running(prompt, engine, ended)
         weakref.finalize(self, self._running.abort).atexit = False
         self._open = {
@@ -232,16 +232,16 @@ class ResponseStream:
         """The prompt's tokens, as the model gets them."""
         return self._prompt.tokens
 
-    async def begin(self, entrance: AsyncSubmitter) -> None:
+    async def begin(self, submitter: AsyncSubmitter) -> None:
         """Queue the requests; waits for the first stage."""
-        put, news, running = self._inbox.put, self._news, self._running
+        put, deltas, running = self._outputs.put, self._deltas, self._running
 
-        def listen(heard: RequestOutputDelta) -> None:
-            running.add(heard)
-            put(news, heard)
+        def listen(delta: RequestOutputDelta) -> None:  # refers to no stream, as `_Running`
+            running.add(delta)
+            put(deltas, delta)
 
         try:
-            await entrance.submit(self._prompt.requests, listen)
+            await submitter.submit(self._prompt.requests, listen)
         except Exception:
             running.refuse()
             raise
@@ -251,36 +251,36 @@ class ResponseStream:
 
         `RuntimeError` in another event loop than that of `LLM.submit`, which brings the tokens.
         """
-        if asyncio.get_running_loop() is not self._inbox.loop:
+        if asyncio.get_running_loop() is not self._outputs.loop:
             raise RuntimeError(
                 f"request '{self.request_id}' was submitted in another event loop; read it there, "
                 "or submit it again in this one"
             )
         try:
             while self._open:
-                for heard in self._waiting(await self._news.get()):
-                    if heard.error is not None:
-                        raise heard.error
-                    if heard.id in self._open:
-                        yield self._delta(heard)
+                for delta in self._joined_with_queued(await self._deltas.get()):
+                    if delta.error is not None:
+                        raise delta.error
+                    if delta.id in self._open:
+                        yield self._delta(delta)
         finally:
             self.give_up()
 
-    def _waiting(self, news: list[RequestOutputDelta]) -> list[RequestOutputDelta]:
-        """Return all that is queued, one delta for each answer: a late reader gets one delta."""
-        while not self._news.empty():
-            news += self._news.get_nowait()
-        if len(news) == 1:
-            return news
+    def _joined_with_queued(self, deltas: list[RequestOutputDelta]) -> list[RequestOutputDelta]:
+        """Return these and all that is queued, one delta an answer: a late reader gets one."""
+        while not self._deltas.empty():
+            deltas += self._deltas.get_nowait()
+        if len(deltas) == 1:
+            return deltas
         whole: dict[int, list[RequestOutputDelta]] = {}
-        for heard in news:
-            whole.setdefault(heard.id, []).append(heard)
+        for delta in deltas:
+            whole.setdefault(delta.id, []).append(delta)
         return [_joined(own) for own in whole.values()]
 
     def give_up(self) -> None:
         """End what has not ended; again does nothing."""
         self._open = {}
-        self._running.abort(self._inbox.loop)
+        self._running.abort(self._outputs.loop)
 
     def _delta(self, heard: RequestOutputDelta) -> CompletionDelta:
         """Return what is new of one answer."""

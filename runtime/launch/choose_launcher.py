@@ -1,4 +1,4 @@
-"""Which launcher starts the stages of a plan, where nothing else is asked for."""
+"""Which launcher starts the stages of a plan: threads, processes of this host, or Ray."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from llmpq.runtime.options.engine_options import Backend, EngineOptions
 
 
 def choose_backend(plan: Plan, options: EngineOptions) -> Backend:
-    """Return how the stages of a plan are started where nothing else is asked for.
+    """Return how the stages of a plan are started: `options.backend`, unless it is "auto".
 
-    One device runs in this process unless it is to be apart, several of one node as processes of
-    this host, those of several nodes, or at a Ray's address, through Ray.
+    Then a single device is a thread of this process (a process with `stages_apart`), several
+    devices of one node are processes of this host, and devices of several nodes, or of the Ray at
+    `ray_address`, are Ray actors.
     """
     if options.backend != "auto":
         return options.backend

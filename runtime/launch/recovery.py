@@ -13,7 +13,7 @@ from llmpq.runtime.launch.device_errors import LossKind
 
 @dataclass(kw_only=True)
 class Recovery:
-    """What is being recovered, or was."""
+    """One recovery, under way or over; reports and `LLM.recoveries` show it."""
 
     reason: str
     """What was lost, and how, or why layers are moved: a sentence."""
@@ -22,7 +22,7 @@ class Recovery:
     stage: int | None = None
     """The stage that was lost first, None where it is not known."""
     loss: LossKind | None = None
-    """Why it was lost; None where none was."""
+    """Why the stage was lost; None where none was."""
     action: str = "restart"
     """`restart`: the same plan on fresh stages; `replan`: another plan on the devices left.
 
@@ -30,27 +30,27 @@ class Recovery:
     longer than planned.
     """
     undone: str | None = None
-    """Why the plan before goes on: the other one could not be started."""
+    """Why the plan of before goes on: the new one could not be started."""
     began_s: float = field(default_factory=time.time)
     """Since 1970."""
     predicted_s: float | None = None
     """How long it was expected to take, from the loss until stages serve again."""
     measured_s: float | None = None
-    """How long that took; None while it is under way."""
+    """How long it took; None while it is under way."""
     pause_s: float | None = None
     """From the loss to the next token of a request; None where none was under way."""
     num_requests: int = 0
     """Requests that went on."""
     num_kept: int = 0
-    """Tokens that they had, which are recomputed."""
+    """Tokens that those requests had, whose KV is recomputed."""
     num_held: int = 0
-    """Layers that devices had, and that were not loaded again."""
+    """Layers that stayed on their devices."""
     num_loaded: int = 0
     """Layers that were loaded, by the start that served."""
     num_attempts: int = 0
-    """How often stages were started: they may be lost again meanwhile."""
+    """How often stages were started: they may be lost again before they serve."""
     plan: Mapping[str, Any] | None = None
-    """Of another plan: what is different."""
+    """What another plan changes; None under the same plan."""
     clock_s: float = field(default_factory=time.perf_counter)
     """When it began, by `time.perf_counter`."""
 
@@ -65,7 +65,7 @@ class Recovery:
         return max(0.0, (self.predicted_s or 0.0) - (time.perf_counter() - self.clock_s))
 
     def as_report(self) -> dict[str, Any]:
-        """Return it as JSON data."""
+        """Return the recovery as JSON data."""
         return {
             "reason": self.reason,
             "phase": self.phase,

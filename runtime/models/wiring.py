@@ -97,12 +97,14 @@ class Wiring:
         )
 
     def _streams(self, parts: LayerTensors, name: str) -> Streams | None:
+        """Return the matrices of the further residual streams of AltUp (Gemma 3n)."""
         form = self._spec.altup
         if form is None:
             return None
         return Streams([parts.tensor(f"{name}.{i}.weight") for i in range(1, form.streams)])
 
     def _per_layer_inputs(self, parts: LayerTensors) -> PerLayerInputs | None:
+        """Return what makes each layer's own input of a token (`LayerTail`)."""
         if not self._spec.per_layer_dim:
             return None
         table, weight = (parts.tensor(f"per_layer{part}.weight") for part in ("", "_in"))
@@ -153,7 +155,7 @@ class Wiring:
         )
 
     def _summed(self, part: Linear, *, cut: bool) -> Linear:
-        """Return the last product of attention or an MLP: a sum over devices where that is cut."""
+        """Return the last linear of attention or an MLP; where that is cut, with an all-reduce."""
         if self.split is None or not cut:
             return part
         return RowParallelLinear(part.weight, part.bias, self.split.reduce)
@@ -173,6 +175,7 @@ class Wiring:
     def _mixer(
         self, spec: ModelSpec, parts: LayerTensors, index: int
     ) -> Attention | LatentAttention | RecurrentMixer | SideBySide | None:
+        """Wire what mixes a layer's tokens: attention, a recurrence, both or nothing."""
         if spec.mixer == "none":
             return None
         if spec.mixer == "recurrent":
@@ -185,6 +188,7 @@ class Wiring:
         return self._attention(parts, index)
 
     def _mlp(self, spec: ModelSpec, parts: LayerTensors) -> MLP | GatedMLP | SparseMLP:
+        """Wire a layer's MLP or mixture of experts."""
         if not spec.experts:
             return self._alone(_dense_mlp(spec, parts, ""))
         rule = spec.router
@@ -215,7 +219,7 @@ class Wiring:
         return self._mixture(routing, experts, len(owners), shared)
 
     def _alone(self, mlp: MLP | GatedMLP) -> MLP | GatedMLP:
-        """Return an MLP that no expert's output is added to."""
+        """Return an MLP whose own output is summed over devices, not together with experts'."""
         mlp.down = self._summed(mlp.down, cut=self._cuts_mlps)
         return mlp
 
@@ -226,7 +230,7 @@ class Wiring:
         count: int,
         shared: MLP | GatedMLP | None,
     ) -> SparseMLP:
-        """Return experts: where they are cut, one sum over devices of all of them."""
+        """Return a mixture of experts; where they are cut, one all-reduce is behind all of them."""
         mixture = self._runner.sparse_mlp(routing, experts, count, shared)
         if self.split is not None and self._cuts_mlps:
             mixture.reduce = self.split.reduce
@@ -275,6 +279,7 @@ class Wiring:
         return parts.norm(name, centred=spec.qk_norm_centred, of_each=of_each)
 
     def _sharing(self, index: int) -> Sharing:
+        """Return whose keys and values a layer reads, and whether others read its own."""
         sources = self._spec.kv_sources
         source = self._spec.kv_source(index)
         if source != index:
@@ -324,6 +329,7 @@ class Wiring:
         )
 
     def _index(self, parts: LayerTensors) -> Index | None:
+        """Wire the indexer, which chooses the keys that latent attention sees."""
         form = self._spec.indexer
         if form is None:
             return None

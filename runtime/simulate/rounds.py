@@ -1,9 +1,9 @@
-"""Rounds in which every running request decodes a token, and nothing else happens, at once.
+"""Passes many rounds of decoding at once: no request arrives, ends or is admitted in them.
 
 Most steps of a simulation are such: between an arrival and an end the same rows go through the same
-stages again and again, and only their caches grow. A round is a step of each group of rows. What
-the steps take is straight in the tokens of the caches (`stage_times`), piece by piece: where it is
-so between the first round and the last, rounds are a recursion over the stages, without scheduler.
+stages again and again, and only their caches grow. A round is one step of each group of rows. The
+seconds of a step (step_times.py) are piecewise linear in the tokens of its caches: where they are
+linear from the first round to the last, rounds are a recursion over the stages, without scheduler.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from llmpq.runtime.requests.request import Ints, MicroBatch, StepKind
 from llmpq.runtime.simulate.step_times import StepRows, TimedStage
 
 LEAST = 3
-"""Rounds that are passed at once, at least: fewer are simulated step by step as soon."""
+"""Fewest rounds that are passed at once: fewer are as quick to simulate step by step."""
 MOST_GROUPS = 64
-"""Steps of a round, at most."""
+"""Most steps of a round that is looked for."""
 STRAIGHT = 1e-12
-"""Relative distance from a straight line, of what is taken for one."""
+"""Relative deviation from a straight line up to which seconds count as linear."""
 
 
 @dataclass
@@ -29,25 +29,32 @@ class Clock:
     """When the first stage goes on, stages and links are free, and steps under way are done."""
 
     now: float
+    """Of the first stage's loop, in seconds, as all times here."""
     free: list[float]
     """Of each stage and of the link behind it, by turns."""
     done: deque[float]
     """Of steps under way, the oldest first."""
 
     def copy(self) -> Clock:
-        """Return another one that is there, too."""
+        """Return a copy that is moved on by itself."""
         return Clock(self.now, list(self.free), deque(self.done))
 
 
 class SteadySteps:
-    """The steps since something else happened than that one was issued as another one ended."""
+    """The latest decode steps, each issued as the oldest one ended, with nothing else between.
+
+    Rounds are found in them: the same groups of rows, in the same order, twice.
+    """
 
     def __init__(self) -> None:
         self._members: list[bytes] = []
         self._rows: list[Ints] = []
 
     def note(self, micro_batches: Sequence[MicroBatch], *, goes_on: bool) -> None:
-        """Note what was issued; `goes_on`: whether then the oldest step ended, and no request."""
+        """Note the steps issued between two ends of steps.
+
+        `goes_on`: whether no request ended with the step that ended then.
+        """
         one = micro_batches[0] if len(micro_batches) == 1 else None
         if one is None or one.kind is not StepKind.DECODE or not goes_on:
             self.clear()
@@ -56,14 +63,15 @@ class SteadySteps:
         self._rows.append(one.members_B)
 
     def clear(self) -> None:
-        """Know of no steps."""
+        """Forget all steps: something else happened."""
         self._members.clear()
         self._rows.clear()
 
     def round(self, under_way: int, running: int) -> list[Ints]:
-        """Return the rows of each step of a round, the next one first; none if no round is known.
+        """Return the table's rows of each step of a round, the next first; none if none is known.
 
-        `under_way`: steps that are; `running`: requests that run, each of which is to be in one.
+        `under_way`: number of steps under way; `running`: number of running requests, each of which
+        must be in one of the steps.
         """
         members = self._members
         if not members or len(members) <= under_way:
@@ -78,20 +86,25 @@ class SteadySteps:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step of a round on each stage: seconds of the first round, and more of each further one."""
+    """One step of a round, stage by stage."""
 
     first_s: tuple[float, ...]
+    """Seconds in the first round."""
     more_s: tuple[float, ...]
+    """Seconds by which each round takes longer than the one before."""
     host_s: tuple[float, ...]
-    """Beside, of a core that computes."""
+    """Seconds for which its messages occupy the core that computes; 0 on a GPU."""
     hops: tuple[tuple[float, float], ...]
-    """(occupied, total) seconds of the link behind."""
+    """(occupied, total) seconds of the link behind the stage."""
 
 
 def _steps(
     stages: Sequence[TimedStage], caches: Sequence[Sequence[int]], rounds: int
 ) -> tuple[list[_Step], int]:
-    """Return the steps of a round, by the caches of their rows, and of how many rounds they are."""
+    """Return the steps of a round, and for how many of `rounds` they hold.
+
+    `caches`: of each step the tokens that its rows have cached.
+    """
     found: list[_Step] = []
     for own in caches:
         for_rows = _rows(own, 0)
@@ -111,7 +124,10 @@ def _steps(
 def _straight(
     stages: Sequence[TimedStage], caches: Sequence[int], first: Sequence[float], rounds: int
 ) -> tuple[int, tuple[float, ...]]:
-    """Return how many rounds a step's times are straight for, and how much more each takes."""
+    """Return for how many rounds a step's seconds are linear, and by how much they grow a round.
+
+    `first`: its seconds in the first round, of each stage; (0, ()) for fewer than LEAST rounds.
+    """
     while rounds >= LEAST:
         last, middle = rounds - 1, (rounds - 1) // 2
         more = tuple(
@@ -129,6 +145,7 @@ def _straight(
 
 
 def _rows(caches: Sequence[int], more: int) -> StepRows:
+    """Return rows of one token each, `more` rounds later."""
     return StepRows(chunks=[], caches=[n + more for n in caches], samples=len(caches))
 
 
@@ -143,10 +160,10 @@ def pass_rounds(
     until_s: float,
     token: int,
 ) -> tuple[Clock, int]:
-    """Pass rounds whose steps all begin before a time; return the clock then, and their steps.
+    """Pass the rounds whose steps all begin before `until_s`; return the clock and their steps.
 
-    `clock`: without what is under way. Where no round is known, or fewer than LEAST can be passed,
-    nothing changes.
+    `clock.done` is not read: `under_way` says when steps are done. `token`: what every row gets.
+    Where no round is known, or fewer than LEAST may be passed, nothing changes.
     """
     groups = steady.round(len(under_way), scheduler.num_running)
     rounds = scheduler.rounds_ahead() if groups else 0
@@ -176,7 +193,7 @@ def _pass_round(
     host_s: float,
     until_s: float,
 ) -> bool:
-    """Move a clock on by a round; whether all its steps begin before a time."""
+    """Move a clock on by round `number`; return whether all its steps begin before `until_s`."""
     free = at.free
     for step in steps:
         if at.now >= until_s:

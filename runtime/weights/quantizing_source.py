@@ -1,4 +1,4 @@
-"""A source of weights behind another one, whose layers' linears it quantises."""
+"""A source of weights that quantises the linears of another source's layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
 
 
 class QuantizingSource:
-    """What is outside of layers comes as the other source has it."""
+    """Quantises decoder layers as they are read; embedding, head and MTP head stay as stored."""
 
     def __init__(
         self,

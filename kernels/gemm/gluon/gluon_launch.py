@@ -27,7 +27,7 @@ from llmpq.kernels.gemm.ranking.wgmma_plan import (
 )
 from llmpq.kernels.multiprocessors import multiprocessors
 
-_FAR = 4  # k-groups between the L2's request for words and their use
+_FAR = 4  # k-groups ahead of their use at which words are asked into the L2
 
 
 def launch(plan: ProductPlan, operands: LinearOperands) -> None:
@@ -43,6 +43,8 @@ def launch(plan: ProductPlan, operands: LinearOperands) -> None:
     n_tiles = -(-blocks * BLOCK_ROWS // tile_rows(config))
     tiles = m_tiles * n_tiles
     programs, whole = schedule(config, tiles, groups, multiprocessors(x_MK.device))
+    # Float32 sums of unfinished tiles, two a program at most, and a counter for each part of such a
+    # tile: 64 rows of w by one power of two of rows of x (gluon_shares.py).
     shares = 2 * programs * tile_rows(config) * config.bm if whole < tiles else 1
     parts = (tiles - whole) * tile_rows(config) // 64 * (2 if extra else 1)
     wgmma_gemm_kernel[(programs,)](
@@ -75,7 +77,10 @@ def launch(plan: ProductPlan, operands: LinearOperands) -> None:
 
 
 def _described(config: Config, x_MK: Tensor, y_MN: Tensor, box: int) -> tuple[Any, ...]:
-    """Return x, y, and the rows of y that the first tile stores, in boxes of `box` rows."""
+    """Return descriptors of x, of y, and of the first tile's rows of y, in boxes of `box` rows.
+
+    The first tile is the one with fewer rows than `bm` where bm does not divide them.
+    """
     (m, k), n, columns = x_MK.shape, y_MN.shape[1], slot_columns(config)
     rows, head = n // BLOCK_ROWS * BLOCK_ROWS, m - (-(-m // config.bm) - 1) * config.bm
     dtype, x, y = x_MK.dtype, x_MK.data_ptr(), y_MN.data_ptr()
@@ -88,7 +93,7 @@ def _described(config: Config, x_MK: Tensor, y_MN: Tensor, box: int) -> tuple[An
 
 @dataclass(frozen=True)
 class _Place:
-    """What a descriptor reads of its tensor: remembering this keeps no memory from being freed."""
+    """What a descriptor reads of its tensor: cached descriptors keep no tensor's memory."""
 
     address: int
     dtype: torch.dtype
@@ -102,7 +107,7 @@ class _Place:
 def _descriptor(
     address: int, dtype: torch.dtype, shape: tuple[int, int], stride: int, box: tuple[int, int]
 ) -> Any:
-    """Return a descriptor; layers find their memory where the layer before had it."""
+    """Return a TMA descriptor, made once an address: layers' inputs lie at a few addresses."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -130,5 +135,5 @@ def _constants(config: Config, q: PackedWords) -> dict[str, int | bool | str]:
 
 
 def _late(config: Config) -> bool:
-    """Whether x is asked for between products; ptxas serialises those of two row blocks then."""
+    """Whether x is asked for between products; not with two row blocks: ptxas serialises those."""
     return config.blocks == 1

@@ -83,7 +83,11 @@ def add_shares(
     PARTS: gl.constexpr,
     BT: gl.constexpr,
 ):
-    """Leave acc for the program that ends tile last, or add up all programs' sums in order."""
+    """Return a shared tile's sums, and whether this program is the last at it and stores them.
+
+    acc: this program's sums [64, BT]. PARTIAL: the workspace, [2 * programs, PARTS, 64 * BT].
+    ARRIVED: counters [tiles, PARTS], zero before and after. PART: which 64 rows of w of the tile.
+    """
     ACC: gl.constexpr = acc.type.layout
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
     m = gl.arange(0, BT, layout=gl.SliceLayout(0, ACC))

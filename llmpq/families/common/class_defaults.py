@@ -34,7 +34,7 @@ class ConfigClass:
     """The `model_type` of the language model inside, where that is a section of its own."""
 
     def same_as(self, key: str) -> list[str]:
-        """Return the other names of a key."""
+        """Return the other keys that say the same as a key."""
         names = self.aliases.items()
         root = self.aliases.get(key, key)
         return [n for n in [root, *(alias for alias, own in names if own == root)] if n != key]
@@ -42,6 +42,7 @@ class ConfigClass:
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, Any]:
+    """Return the whole file: `classes` by `model_type`, and the keys `read_by_all`."""
     text = resources.files("llmpq.families").joinpath(TABLE).read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found

@@ -1,4 +1,4 @@
-"""Loads a stage, with what drafts, and warms it up."""
+"""Loads a stage on its device, with what drafts tokens, and runs the first steps for warm-up."""
 
 from __future__ import annotations
 
@@ -34,17 +34,23 @@ def load_stage(
     held: HeldParts | None = None,
     capture: bool = True,
 ) -> tuple[StageRunner, LoadReport]:
-    """Load what a device has to hold; `index`: of `plan.workers`, the rest as for `build_stage`.
+    """Return a device's runner, its weights loaded, and what was allocated and how long it took.
 
-    `capture` as for `StageRunner.warm_up`.
+    `index`: of `plan.workers`; the rest as for `build_stage`. `capture` as for
+    `StageRunner.warm_up`.
     """
     limits = pool.limits
     began_s = time.perf_counter()
     if device.type == "cpu":
-        library()  # compiled now if it never was, which is no part of a layer's time
+        library()  # compiled now if it never was: no part of the first layer's load time
     library_s = time.perf_counter() - began_s
     compute, report = build_stage(
-        *(pool.plan, index, pool.spec, source, device, pool.size),
+        pool.plan,
+        index,
+        pool.spec,
+        source,
+        device,
+        pool.size,
         step_tokens=limits.step_tokens,
         graphs=not pool.options.enforce_eager,
         on_layer=on_layer,
@@ -67,35 +73,37 @@ def load_stage(
 
 
 def warm_up_together(pool: PoolPlan, compute: StageRunner) -> None:
-    """Warm up a device of a shared stage, once all are connected: sums are part of its graphs."""
+    """Warm up a device of a shared stage, once all are connected: graphs contain all-reduces."""
     limits = pool.limits
     drafted = (pool.options.fixed_gamma or 0) if pool.options.draft_mode is not None else 0
     compute.warm_up(limits.decode_rows, limits.step_tokens, gamma=drafted)
 
 
 def make_drafter(plan: Plan, options: EngineOptions) -> FixedDrafter | None:
-    """Return the drafter of the options, None for plain decoding."""
+    """Return the drafter of the options; None for plain decoding.
+
+    None, too, where the number of drafts is open and no costs are given: `timed_drafter` makes it.
+    """
     if options.draft_mode is None:
         return None
     if options.fixed_gamma is not None:
         return FixedDrafter(options.draft_mode, options.fixed_gamma)
     if options.costs is None:
-        return None  # made once the device has timed itself
+        return None  # timed_drafter makes it, once the device has timed itself
     costs = CostModel.load_json(options.costs)
     times = PlanTimes(plan, costs, options.draft_mode)
     return AutoDrafter(options.draft_mode, times, clock=time.perf_counter)
 
 
 def timed_drafter(compute: StageRunner, options: EngineOptions, rows: int) -> AutoDrafter | None:
-    """Return a drafter that goes by the device's own times; None for plain decoding.
+    """Return a drafter that chooses by the device's own step times; None for plain decoding.
 
-    `rows`: that decode at once at most.
+    `rows`: most rows that decode at once.
     """
     if options.draft_mode is None:
         return None
-    from llmpq.runtime.backends.gpu.cuda_stage_runner import (
-        CudaStageRunner,  # Triton: half a second
-    )
+    # Imported here: Triton takes half a second.
+    from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 
     assert isinstance(compute, CudaStageRunner), "draft lengths need a cost model"
     times = compute.step_times(rows)

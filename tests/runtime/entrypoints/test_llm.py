@@ -96,7 +96,7 @@ def test_a_reader_who_is_late_is_told_all_that_waits_at_once(one):
         ended = 0
         while ended < 2:
             await asyncio.sleep(0.01)
-            waiting = [news for together in answers._news._queue for news in together]
+            waiting = [news for together in answers._deltas._queue for news in together]
             ended = sum(news.finished is not None for news in waiting)
         return [delta async for delta in answers.deltas()]
 
