@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gemm_search import LIMITS, Products, kind_of
 from lib import humming_peer
+from lib.gemm_search import LIMITS, Products, kind_of
 from torch.nn import functional
 
 from llmpq.kernels.compile_missing import compiling_missing

@@ -24,8 +24,8 @@ from typing import Any, cast
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from lib.recurrent_models import message, seconds, stage, step_bytes
 from lib.rows import write_row
-from recurrent_gpu import message, seconds, stage, step_bytes
 
 from llmpq.devices.device_spec import canonical_kind, device_specs
 from llmpq.models.model_spec import ModelSpec

@@ -12,7 +12,7 @@ LACKS = "llmpq lacks "
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigsTable:
-    """The newest row of `published_configs.py`."""
+    """The newest row of `configs.py published`."""
 
     def render(self) -> str:
         """Return the table."""

@@ -11,7 +11,7 @@ FAILURES = ("lost", "twice", "different", "hung")
 
 
 class PausesTable:
-    """A line for each row of `chaos.py`."""
+    """A line for each row of `chaos.py answers`."""
 
     def render(self) -> str:
         """Return the table as Markdown."""
@@ -33,7 +33,7 @@ class PausesTable:
 
 
 class CommandsTable:
-    """A line for each row of `chaos_commands.py`."""
+    """A line for each row of `chaos.py batch` and `serve`."""
 
     def render(self) -> str:
         """Return the tables as Markdown."""
@@ -72,7 +72,7 @@ class CommandsTable:
 
 
 class InterruptsTable:
-    """A line for each row of `interrupts.py`."""
+    """A line for each row of `chaos.py interrupts`."""
 
     def render(self) -> str:
         """Return the table as Markdown."""
@@ -95,7 +95,7 @@ class InterruptsTable:
 
 
 class AddedTable:
-    """A line for each row of `added_device.py`."""
+    """A line for each row of `elastic.py added`."""
 
     def render(self) -> str:
         """Return the table as Markdown."""

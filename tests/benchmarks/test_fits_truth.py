@@ -1,4 +1,4 @@
-"""`llmpq-algo fits` against truth, a few seeds of the benchmark: `benchmarks/fits_truth.py`."""
+"""`llmpq-algo fits` against truth, a few seeds of `benchmarks/memory_fidelity.py fits`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def truth() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))  # as for a script: its folder comes first
-        yield importlib.import_module("fits_truth")
-    for name in ("fits_truth", "published_configs", "lib.rows"):
+        yield importlib.import_module("lib.fits_truth")
+    for name in ("lib.fits_truth", "lib.published_configs", "lib.rows"):
         sys.modules.pop(name, None)
 
 

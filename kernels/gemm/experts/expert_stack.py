@@ -346,7 +346,7 @@ def packed_tiles(bm: int, groups: int, *, fused: bool = False) -> tuple[int, int
     """Return blocks of 16 rows of w that a warp takes, warps and stages of a packed product.
 
     `fused`: of gate rows; as many up rows beside them. `groups` of K: few make short loops, which
-    more rows are the better for (benchmarks/families_gpu.py, H200).
+    more rows are the better for (benchmarks/families_gpu.py layers, H200).
     """
     if bm > 32:
         return 1, 4, 3

@@ -1,9 +1,9 @@
 """Configurations that the model of the machine chooses from.
 
 The forms are those that between them were within 0.2 % (mean) of the fastest of all, in timings of
-every configuration on an H200 (benchmarks/gemm_search.py): more would only be more to be wrong
-about, and to compile. Two are timed for bfloat16 with zeros alone, where they are the fastest for
-17 to 32 rows. Each fits the machine's shared memory.
+every configuration on an H200 (`benchmarks/gemm_model.py search`): more would only be more to be
+wrong about, and to compile. Two are timed for bfloat16 with zeros alone, where they are the fastest
+for 17 to 32 rows. Each fits the machine's shared memory.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
     time = launch + the largest of these (smoothly) + what shared tiles cost
 
 `step_times.json` holds, for every form of the kernels, start, step and share in microseconds on
-the reference machine (`machine.REFERENCE`) and the registers of a thread; benchmarks/fit_gemm.py
-writes it from timings of every configuration (benchmarks/gemm_search.py) and says what the choice
-loses against the best of them. Entries with `weights` were fitted to that form of weights
+the reference machine (`machine.REFERENCE`) and the registers of a thread. `benchmarks/gemm_model.py
+fit` writes it from timings of every configuration (`search`) and says what the choice loses
+against the best of them. Entries with `weights` were fitted to that form of weights
 (d2231297:benchmarks/fit_weights.py): bfloat16 with zeros takes more registers and instructions than
 float16. On another machine steps take as many clocks, and as much longer as its tensor cores need
 for their products.

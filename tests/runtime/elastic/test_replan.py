@@ -162,7 +162,7 @@ def test_a_plan_of_one_device_goes_on_over_two_with_all_requests_in_a_step(demo_
     [(3, "opt-30b"), pytest.param(6, "opt-66b", marks=pytest.mark.seldom), (8, "bloom-176b")],
 )
 def test_the_papers_clusters_are_planned_again_in_time(number, model):
-    """A second of CPU is meant (benchmarks/replan.py); tests allow for slow machines."""
+    """A second of CPU is meant (benchmarks/elastic.py replan); tests allow for slow machines."""
     spec = ModelSpec.by_name(model)
     known = Cluster.load(Path(__file__).parents[3] / f"clusters/paper/{number:02d}.yaml")
     options = EngineOptions(cluster=known, load_format="dummy")

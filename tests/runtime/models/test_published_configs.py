@@ -1,6 +1,6 @@
 """Configs as they are published: read or refused, and shrunk the same tokens as Transformers.
 
-`benchmarks/published_configs.py` runs hundreds; here are the keys that some of them have.
+`benchmarks/configs.py published` runs hundreds; here are the keys that some of them have.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def script() -> ModuleType:
     sys.path.insert(0, str(FOLDER))  # for its `lib`
     try:
-        spec = util.spec_from_file_location("published", FOLDER / "published_configs.py")
+        spec = util.spec_from_file_location("published", FOLDER / "lib" / "published_configs.py")
         assert spec is not None and spec.loader is not None
         module = util.module_from_spec(spec)
         sys.modules["published"] = module  # dataclasses look their module up

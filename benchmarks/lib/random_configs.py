@@ -1,6 +1,6 @@
 """Random configs of every kind of model that tests have, against Transformers, token for token.
 
-    python benchmarks/random_configs.py --configs 30 qwen3_next gemma4
+    python benchmarks/configs.py random --configs 30 qwen3_next gemma4
 
 Each config is one of tests/runtime/conftest.py with sizes, flags, kinds of layers, windows and
 experts drawn anew; weights are random, in float32. Each is run three times, over one, two and three
@@ -31,7 +31,7 @@ from reference.mtp_models import make_mtp_model
 STAGES = (1, 2, 3)
 LONG = 512
 """Positions of models that state no other number: prompts are longer than a block."""
-TESTS = Path(__file__).parents[1] / "tests"
+TESTS = Path(__file__).parents[2] / "tests"
 SIZES: dict[str, tuple[int, ...]] = {
     "hidden_size": (32, 48, 64, 96),
     "intermediate_size": (40, 64, 96),
@@ -175,16 +175,16 @@ def counted(found: Counter[str]) -> str:
     return ", ".join(f"{n} {what}" for what, n in found.most_common())
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Print a line for each kind, and every config that differs."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog=program, description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("kinds", nargs="*", help="names of kinds, or parts of them; all by default")
     parser.add_argument("--configs", type=int, default=30, help="configs of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--refusals", action="store_true", help="say what was refused, and why")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     torch.set_num_threads(1)
     module = kinds()
     originals = dict(module.KINDS)
@@ -211,7 +211,3 @@ def main() -> None:
         print(f"{kind}: {counted(found)} ({counted(happened)})", flush=True)
     print(f"all: {counted(configs)} ({counted(total)})")
     raise SystemExit(failed)
-
-
-if __name__ == "__main__":
-    main()

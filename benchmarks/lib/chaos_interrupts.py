@@ -1,6 +1,6 @@
 """Interrupts commands at random moments: each must end in time, leave nothing, and lose no row.
 
-    python benchmarks/interrupts.py --signals 300 [--only run,serve] [--write]
+    python benchmarks/chaos.py interrupts --signals 300 [--only run,serve] [--write]
 
 Ctrl-C (SIGINT to all of a terminal's processes) or SIGTERM (to the command alone) comes at a random
 moment of the command's usual time: while it imports, loads, computes, is given other devices, has
@@ -18,7 +18,6 @@ import os
 import random
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from pathlib import Path
 import psutil
 from lib.kills import DEMO, quantile, stage_pids, strike, unequal_plan
 from lib.rows import write_row
+from lib.servers import free_port
 
 from llmpq.runtime.elastic import control_socket
 
@@ -76,10 +76,10 @@ class Job:
     """Whether its plan is that of the undisturbed run, so that its rows must be the same."""
 
 
-def main() -> int:
+def main(words: list[str], program: str) -> int:
     """Interrupt commands; 1 if one hung, left something, or lost a row."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--signals", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -89,7 +89,7 @@ def main() -> int:
     )
     parser.add_argument("--only", help="jobs, with commas between them")
     parser.add_argument("--write", action="store_true", help="add a row to results/chaos.jsonl")
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     rng, seen = random.Random(given.seed), Seen()
     end_s = time.monotonic() + given.seconds
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
@@ -312,14 +312,3 @@ def change_devices(
                     control_socket.ask(path, {"name": f"CPU-{rng.randrange(3)}", **wish})
 
     threading.Thread(target=change, daemon=True).start()
-
-
-def free_port() -> int:
-    """Return a port at which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

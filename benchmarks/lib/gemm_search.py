@@ -1,6 +1,6 @@
 """Every configuration that may serve a product, timed: what the model of the machine is fitted to.
 
-    python benchmarks/gemm_search.py --out ROWS.jsonl [--seconds 480] [--processes 15]
+    python benchmarks/gemm_model.py search --out ROWS.jsonl [--seconds 480] [--processes 15]
         [--weights "bf16 zeros"] [--shapes 5120x27648,...] [--m 32]
 
 Kernels are compiled by some processes first. A line a (shape K x N, rows, bits): cuBLAS, and the
@@ -212,9 +212,9 @@ def time_weight(weight: Weight, form: str, until: float, out: Any) -> tuple[int,
     return count, wrong
 
 
-def main() -> int:
+def main(words: list[str], program: str) -> int:
     """Compile, then time every case until the time is over."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--processes", type=int, default=15)
@@ -223,7 +223,7 @@ def main() -> int:
     parser.add_argument("--shapes", help="K x N, as 5120x27648,...; all known ones if left out")
     parser.add_argument("--m", help="rows of x, as 8,32")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     began = time.perf_counter()
     weights = asked_for(args)
     cases = [(b, k, n, m) for b, k, n, rows in weights for m in rows]
@@ -244,7 +244,3 @@ def main() -> int:
                 counts = [a + b for a, b in zip(counts, made, strict=True)]
     print(f"{counts[0]} timed, {counts[1]} wrong, {time.perf_counter() - began:.0f} s")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """What an idle server costs, and how late its first token is after such a time.
 
-    python benchmarks/idle_server.py [--idle 60] [--times 3] [--backend processes ray] [--rows FILE]
+    python benchmarks/serve.py idle [--idle 60] [--times 3] [--backend processes ray] [--rows FILE]
 
 Two CPU stages of the demo model. Each time: so many seconds without a request, in which the CPU
 time of every process is counted (through Ray its own processes together), then one streamed request
@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,24 +24,24 @@ from pathlib import Path
 
 import psutil
 from lib.rows import write_row
-from serve_cold_start import BUSY, ROOT, cluster_of
+from lib.serve_cold_start import BUSY, ROOT, cluster_of
+from lib.servers import free_port, wait_until_ready
 
-READY_S = 120.0
 WARM = 12
 """Requests behind which a server is warm, and by which it is measured."""
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Measure, print, write rows."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog=program, description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=ROOT / "examples" / "demo-7m")
     parser.add_argument("--idle", type=float, default=60.0, help="seconds without a request (60)")
     parser.add_argument("--times", type=int, default=3, help="idle times of each backend (3)")
     parser.add_argument("--backend", nargs="+", default=["processes", "ray"])
     parser.add_argument("--rows", default="serve.jsonl", help="file of benchmarks/results")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as name:
         flags = [str(args.model), "--cluster", cluster_of(Path(name), 2)]
         for backend in args.backend:
@@ -66,9 +66,7 @@ def measured(
     flags: list[str], idle_s: float, times: int
 ) -> tuple[dict[str, list[float]], list[float]]:
     """Return per cents of a core while idle, and first tokens as multiples of warm ones."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "llmpq.runtime", "serve", *flags, "--port", str(port)]
     server = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
@@ -76,7 +74,7 @@ def measured(
     shares: dict[str, list[float]] = {"most": [], "ray": []}
     ratios = []
     try:
-        wait_until_ready(server, port)
+        wait_until_ready(port, server)
         for _ in range(WARM):
             first_token_s(port)
         for _ in range(times):
@@ -100,21 +98,6 @@ def measured(
     return shares, ratios
 
 
-def wait_until_ready(server: subprocess.Popen[bytes], port: int) -> None:
-    """Return when /ready answers 200."""
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            connection.request("GET", "/ready")
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            pass
-        time.sleep(0.3)
-    sys.exit(f"the server was not ready within {READY_S:.0f} s")
-
-
 def cpu_seconds() -> dict[tuple[int, bool], float]:
     """Return CPU seconds so far by process of the server, and whether the process is Ray's own.
 
@@ -122,9 +105,11 @@ def cpu_seconds() -> dict[tuple[int, bool], float]:
     """
     found = {}
     for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
         try:
             words = " ".join(process.cmdline())
-            if not ("llmpq.runtime" in words or "ray" in words) or "idle_server" in words:
+            if not ("llmpq.runtime" in words or "ray" in words):
                 continue
             own = "llmpq.runtime" not in words and "RemoteStageWorker" not in words
             times = process.cpu_times()
@@ -152,7 +137,3 @@ def first_token_s(port: int) -> float:
     answer.read()
     connection.close()
     return took
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Takes a card from a model that runs on two: pauses and tokens/s beside what was predicted.
 
-    python benchmarks/lost_gpu.py --model DIR --memory "14 GiB" [--rows]
+    python benchmarks/elastic.py lost --model DIR --memory "14 GiB" [--rows]
 
 Random weights over two devices that have so much memory of theirs. A stage is killed under load
 and starts again on its card; it is killed once more and its card is hidden, so that the job moves
@@ -28,9 +28,9 @@ from llmpq.plans.plan import Plan
 LIMIT_S = 60.0
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Run, kill, compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--memory", default="14 GiB", help="that the plan may use of each device")
     parser.add_argument("--requests", type=int, default=16)
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--kind", default="H200")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--rows", action="store_true", help="add rows to results/lost_gpu.jsonl")
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     device = {"kind": given.kind, "reserve": "512 MiB", "emulate": {"memory": given.memory}}
     if given.cpu:
         device = {"kind": "CPU", "threads": 1, "memory": given.memory, "reserve": 0}
@@ -164,7 +164,3 @@ def stages_of(plan: Plan) -> str:
         for s in plan.places
     ]
     return ", ".join(parts) + f", {plan.workload.kv.value}"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """From `llmpq-dist serve` to the first token over HTTP, in new processes each time.
 
-    python benchmarks/serve_cold_start.py [--runs 3] [--model examples/demo-7m] [--rows FILE]
+    python benchmarks/serve.py cold-start [--runs 3] [--model examples/demo-7m] [--rows FILE]
 
 A client asks again and again until its stream has begun; the time ends when its first event is
 read. Cases: one CPU device; two CPU stages through Ray; two replicas of two CPU stages through Ray
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,8 +23,9 @@ from pathlib import Path
 
 import psutil
 from lib.rows import write_row
+from lib.servers import free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BUSY = 0.1
 """Share of the processor in use before a run, above which the run counts as disturbed."""
 LIMIT_S = 120.0
@@ -38,15 +38,15 @@ ALLOWED_S = {"one device": {"limit": 8.0}, "two stages, Ray": {"limit": 25.0}}
 """The limits it is held to."""
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Measure, print, write rows."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog=program, description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=ROOT / "examples" / "demo-7m")
     parser.add_argument("--runs", type=int, default=3, help="runs of each case (default 3)")
     parser.add_argument("--rows", default="serve.jsonl", help="file of benchmarks/results")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as name:
         two, four = (cluster_of(Path(name), count) for count in (2, 4))
         for case, flags in (
@@ -76,9 +76,7 @@ def cluster_of(folder: Path, count: int) -> str:
 
 def first_token_s(model: Path, flags: Sequence[str]) -> float:
     """Start a server, ask until it answers, end it; seconds to the first token."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "llmpq.runtime", "serve", "--model", str(model),
                "--port", str(port), "--no-access-log", *flags]  # fmt: skip
     body = {"model": model.name, "prompt": "def main():", "max_tokens": 4, "stream": True}
@@ -110,7 +108,3 @@ def began(asked: urllib.request.Request) -> bool:
             return answer.readline().startswith(b"data: {")
     except OSError:
         return False
-
-
-if __name__ == "__main__":
-    main()

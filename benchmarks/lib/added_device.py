@@ -1,6 +1,6 @@
 """Adds a device to a job that runs: tokens/s before and after beside what was predicted.
 
-    python benchmarks/added_device.py [--threads 4,2 --more 2] [--write]
+    python benchmarks/elastic.py added [--threads 4,2 --more 2] [--write]
 
 A random model over CPU stages of so many threads, whose layers are profiled first, runs the job
 that it was planned for; then one more device is added while that job decodes, and it runs again.
@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lib.lost_gpu import generated, stages_of
 from lib.rows import write_row
-from lost_gpu import generated, stages_of
 
 from llmpq import LLM, SamplingParams
 from llmpq.costs.cost_model import CostModel
@@ -37,9 +37,9 @@ from llmpq.workload import Workload
 PROMPT, GENERATED = 64, 128
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Run, add, compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.splitlines()[0])
     parser.add_argument("--threads", default="4,2", help="of the devices at first")
     parser.add_argument("--more", type=int, default=2, help="threads of the device that is added")
     parser.add_argument("--hidden", type=int, default=1024)
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--jobs", type=int, default=3, help="before and after, each")
     parser.add_argument("--write", action="store_true", help="add a row to results/chaos.jsonl")
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     first = [int(count) for count in given.threads.split(",")]
     with tempfile.TemporaryDirectory() as name:
         write_config(Path(name), given.hidden, given.layers)
@@ -190,7 +190,3 @@ def write_config(folder: Path, hidden: int, layers: int) -> None:
         "eos_token_id": 0, "bos_token_id": 1,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-
-
-if __name__ == "__main__":
-    main()

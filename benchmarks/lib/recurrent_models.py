@@ -1,6 +1,6 @@
 """Whole models with recurrent layers on a GPU: a decode step beside its byte floor, a long prompt.
 
-    python benchmarks/recurrent_gpu.py [--models qwen3.5-27b,...] [--precision w4a16]
+    python benchmarks/families_gpu.py models [--models qwen3.5-27b,...] [--precision w4a16]
         [--rows 1,8,32] [--prompt 8192] [--beside qwen3-32b] [--out FILE.jsonl]   (--prompt 0: none)
 
 Dummy weights, steps as the engine runs them (captured where it captures them). The floor of a step
@@ -37,7 +37,7 @@ from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.state_size import state_bytes
 
 DEVICE, DTYPE, DTYPE_BYTES = torch.device("cuda:0"), torch.bfloat16, 2
-PROGRAM = "python benchmarks/recurrent_gpu.py"
+PROGRAM = "python benchmarks/families_gpu.py models"
 TOKENS, STRIDE = 1000, 377
 """Numbers that every vocabulary has, and how far apart those of neighbours are: rows of one token
 would go to the same experts, of which the floor counts many."""
@@ -180,9 +180,9 @@ def measure_model(name: str, options: argparse.Namespace, peak: float) -> float:
     return work / prompt_s
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Measure what the command line asks for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog=program, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", default="qwen3.5-27b")
     parser.add_argument("--beside", help="a dense model, for its prompt's rate")
     parser.add_argument("--precision", default="w4a16")
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=8192)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     spec = device_specs()[canonical_kind(torch.cuda.get_device_name(DEVICE))]
     peak = spec.mem_gbps * 1e9
     rates = {name: measure_model(name, options, peak) for name in options.models.split(",")}
@@ -198,7 +198,3 @@ def main() -> None:
         dense = measure_model(options.beside, options, peak)
         for name, rate in rates.items():
             print(f"{name}: {rate / dense:.2f} of the rate of {options.beside}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

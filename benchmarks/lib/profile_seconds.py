@@ -1,6 +1,7 @@
 """Wall time of one `llmpq-profile`, from its start to costs.json.
 
-    python benchmarks/profile_time.py --cluster clusters/h200x1.yaml --bits 16,8,4,3 -o costs.json
+    python benchmarks/command_seconds.py profile --cluster clusters/h200x1.yaml \\
+        --bits 16,8,4,3 -o costs.json
 
 `--cold` gives it an empty folder for compiled kernels, as on a machine that never ran the model;
 otherwise it finds what earlier runs compiled. One row, in seconds. Samples of an earlier profile
@@ -20,13 +21,13 @@ from pathlib import Path
 from llmpq.costs.cost_model import CostModel
 from llmpq.kernels.gpu_timing import write_row
 
-RESULTS = Path(__file__).parent / "results" / "fidelity.jsonl"
+RESULTS = Path(__file__).parents[1] / "results" / "fidelity.jsonl"
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Run the command and write its row."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog=program, description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--cluster", type=Path, required=True)
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--rows", type=Path, default=RESULTS)
     parser.add_argument("--commit")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     samples = args.output.with_suffix(".samples.jsonl")
     if samples.exists():
         parser.error(f"{samples} is there: its samples would not be timed again; remove it")
@@ -67,9 +68,5 @@ def main() -> None:
         unit="s",
         samples=[seconds],
         commit=args.commit,
-        program="python benchmarks/profile_time.py",
+        program="python benchmarks/command_seconds.py profile",
     )
-
-
-if __name__ == "__main__":
-    main()

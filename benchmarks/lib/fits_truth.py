@@ -1,6 +1,6 @@
 """`llmpq-algo fits` against truth: what it says fits runs full, what it says does not is refused.
 
-    PYTHONPATH=tests python benchmarks/fits_truth.py [--seeds 200] [--first 0]
+    PYTHONPATH=tests python benchmarks/memory_fidelity.py fits [--seeds 200] [--first 0]
 
 A seed draws a published config of some family (data/published_configs.jsonl), shrunk to a tiny
 model, its bits of weights and KV cache, how many requests of which context, and one to three CPU
@@ -22,8 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lib.published_configs import published, shrunk
 from lib.rows import write_row
-from published_configs import published, shrunk
 
 from llmpq import LLM, SamplingParams
 from llmpq.errors import DoesNotFitError
@@ -199,12 +199,12 @@ def _ran(kind: str, folder: str, drawn: Drawn, plan: Plan) -> Found:
     return Found(kind=kind, fits=True, stages=len(plan.stages), errors=tuple(errors), wrong=wrong)
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Try seeds, write the row, print what is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     import torch
 
     torch.set_num_threads(1)
@@ -234,7 +234,3 @@ def main() -> None:
     write_row(
         "fits.jsonl", bench="fits_truth", case=case, samples=errors or [0.0], unit="relative error"
     )
-
-
-if __name__ == "__main__":
-    main()

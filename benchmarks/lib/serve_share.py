@@ -1,7 +1,7 @@
 """What HTTP costs: the same requests by an engine alone, and by one behind `llmpq-dist serve`.
 
-    python benchmarks/serve_share.py --model llama-3.1-8b --write         # on a GPU: 256 streams
-    python benchmarks/serve_share.py --model examples/demo-7m --streams 8 --prompt-tokens 32 \
+    python benchmarks/serve.py share --model llama-3.1-8b --write         # on a GPU: 256 streams
+    python benchmarks/serve.py share --model examples/demo-7m --streams 8 --prompt-tokens 32 \
         --answer-tokens 32                                               # a try on a CPU
 
 A built-in name is written as a checkpoint of random weights, with a tokenizer of as many made-up
@@ -28,9 +28,9 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from lib.rows import write_row
-from serve_load import asked, buckets, free_port, quantile_s, wait_until_ready
+from lib.serve_load import asked, buckets, quantile_s
+from lib.servers import free_port, wait_until_ready
 
 TAIL_BYTES = 4096
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -57,10 +57,10 @@ def vocabulary(size: int) -> list[bytes]:
     return tokens
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Measure both, print, write a row."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="llama-3.1-8b", help="a directory or a built-in name")
     parser.add_argument("--streams", type=int, default=256)
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", help="as `llmpq-dist serve --backend`")
     parser.add_argument("--commit", help="commit to name in the row, where git is not at hand")
     parser.add_argument("--write", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(args.model)
         if not directory.is_dir():
@@ -241,7 +241,3 @@ def tokenizers_alphabet() -> dict[int, str]:
     return {byte: chr(byte) for byte in plain} | {
         byte: chr(256 + number) for number, byte in enumerate(others)
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Kills stages of `llmpq-dist run` and of `serve` by the clock, and says what became of them.
 
-    python benchmarks/chaos_commands.py batch --rows 500 --every 20 [--write]
-    python benchmarks/chaos_commands.py serve --seconds 300 --every 30 [--write]
+    python benchmarks/chaos.py batch --rows 500 --every 20 [--write]
+    python benchmarks/chaos.py serve --seconds 300 --every 30 [--write]
 
 Both run the demo model in float32 over three CPU stages, each a process. `batch` runs a file of
 rows twice, undisturbed and with a random stage killed every so many seconds: the exit code must be
@@ -17,7 +17,7 @@ the requests that came in these times; requests within MLPerf's limits; and the 
 
     llmpq-profile --model examples/demo-7m --cluster benchmarks/chaos.yaml --bits 16 \\
         --dtype float32 --max-batch 16 --max-len 768 --quick -o costs.json
-    python benchmarks/chaos_commands.py serve --costs costs.json [--write]
+    python benchmarks/chaos.py serve --costs costs.json [--write]
 
 With costs the planner makes the plan, and goodput is beside what it predicts: the tokens that come
 between two faults by those that the simulated server gives in the same times, without a fault, and
@@ -32,7 +32,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -49,6 +48,7 @@ from typing import Any
 import psutil
 from lib.kills import DEMO, quantile, stage_pids, unequal_plan
 from lib.rows import write_row
+from lib.servers import free_port
 from lib.traces import Arrival, read_trace
 
 from llmpq import LLM, SamplingParams
@@ -68,26 +68,36 @@ MOST_TRIES = 60
 SAMPLE_S = 2.0
 
 
-def main() -> int:
-    """Run one of the two; 1 if something was lost or differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    modes = parser.add_subparsers(dest="mode", required=True)
-    batch, serve = modes.add_parser("batch"), modes.add_parser("serve")
-    batch.add_argument("--rows", type=int, default=500)
-    batch.add_argument("--tokens", type=int, default=256, help="of each answer")
-    batch.add_argument("--every", type=float, default=20.0, help="seconds between two kills")
-    serve.add_argument("--seconds", type=float, default=300.0)
-    serve.add_argument("--every", type=float, default=30.0, help="seconds between two kills")
-    serve.add_argument("--rate", type=float, default=2.0, help="requests a second")
-    serve.add_argument("--costs", type=Path, help="of llmpq-profile: predict by them")
-    for one in (batch, serve):
-        one.add_argument("--seed", type=int, default=0)
-        one.add_argument("--write", action="store_true", help="add a row to results/chaos.jsonl")
-    given = parser.parse_args()
+def batch(words: list[str], program: str) -> int:
+    """Kill stages of `llmpq-dist run`; 1 if a row was lost or differs."""
+    parser = _parser(program, every_s=20.0)
+    parser.add_argument("--rows", type=int, default=500)
+    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    given = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
-        return (batch_job if given.mode == "batch" else server_load)(given, Path(folder))
+        return batch_job(given, Path(folder))
+
+
+def serve(words: list[str], program: str) -> int:
+    """Kill stages of `llmpq-dist serve`; 1 if a stream was lost or differs."""
+    parser = _parser(program, every_s=30.0)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--rate", type=float, default=2.0, help="requests a second")
+    parser.add_argument("--costs", type=Path, help="of llmpq-profile: predict by them")
+    given = parser.parse_args(words)
+    with tempfile.TemporaryDirectory() as folder:
+        return server_load(given, Path(folder))
+
+
+def _parser(program: str, *, every_s: float) -> argparse.ArgumentParser:
+    """Return the flags that both have."""
+    parser = argparse.ArgumentParser(
+        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--every", type=float, default=every_s, help="seconds between two kills")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true", help="add a row to results/chaos.jsonl")
+    return parser
 
 
 def batch_job(given: argparse.Namespace, folder: Path) -> int:
@@ -250,7 +260,7 @@ def server_load(given: argparse.Namespace, folder: Path) -> int:
 
 def planned(given: argparse.Namespace, path: Path) -> Plan:
     """Return the planner's plan over the three stages for the trace's lengths."""
-    words = ["--model", str(DEMO), "--cluster", str(Path(__file__).with_name("chaos.yaml"))]
+    words = ["--model", str(DEMO), "--cluster", str(Path(__file__).parents[1] / "chaos.yaml")]
     words += ["--costs", str(given.costs), "--bits", "16", "--dtype", "float32"]
     # So many requests have room beside the weights.
     words += ["--batch", "6", "--s", "512", "--n", "256", "--engines", "1", "-o", str(path)]
@@ -356,9 +366,7 @@ def replayed(
     given: argparse.Namespace,
 ) -> tuple[Seen, list[tuple[float, int]], list[dict[str, Any]]]:
     """Start a server, send the requests, and kill its stages meanwhile."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [*COMMAND, "serve", "--plan", str(plan), "--port", str(port), "--no-access-log",
                "--max-requests", "10000"]  # fmt: skip
     with subprocess.Popen(command) as process:
@@ -523,7 +531,3 @@ def tokens_in(seen: Seen, spans: Sequence[tuple[float, float]]) -> int:
 def is_noisy() -> bool:
     """Whether others keep the machine busy."""
     return os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Seconds and peak GPU memory of `llmpq-quantize --scheme w4a4` on an 8B-shaped model.
 
-    python benchmarks/atom_quantize.py --out /tmp/quantised
+    python benchmarks/command_seconds.py quantize --out /tmp/quantised
 
 Random weights of the architecture stand in for a checkpoint's; everything else is the command's own
 way: 128 windows of 2048 tokens, GPTQ, layer by layer, each layer written to `--out`.
@@ -53,16 +53,16 @@ class RandomCheckpoint(RandomSource):
         return head["norm.weight" if name == "model.norm.weight" else "output.weight"]
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Quantise and write the row."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--commit", help="to name in rows where git is not at hand")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     spec = ModelSpec.by_name(args.model)
     if args.layers is not None:
         config = dict(builtin_configs()[args.model]) | {"num_hidden_layers": args.layers}
@@ -113,11 +113,7 @@ def main() -> None:
         unit="s",
         samples=[total],
         commit=args.commit,
-        program="python benchmarks/atom_quantize.py",
+        program="python benchmarks/command_seconds.py quantize",
     )
     print(f"{total:.1f} s, peak {torch.cuda.max_memory_reserved() / 1e9:.2f} GB reserved")
     shutil.rmtree(args.out, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()

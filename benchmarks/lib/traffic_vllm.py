@@ -1,6 +1,6 @@
 """The simulator beside vLLM on an RTX 4090, as LLMServingSim measured both kernels and requests.
 
-    python benchmarks/llmservingsim.py out/LLMServingSim [--write]
+    python benchmarks/traffic.py vllm out/LLMServingSim [--write]
 
 The folder is a clone of casys-kaist/LLMServingSim (MIT, 5daddb2). Its profile of Llama-3.1-8B
 becomes cost entries as `llmpq-algo costs import` makes them; its 300 requests come to llmpq's
@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from lib.rows import write_row
 
 from llmpq.service_measures import ServedRequest, ServiceLimits, ServiceMeasures
@@ -49,15 +47,15 @@ def measured_requests(path: Path) -> list[ServedRequest]:
     return sorted(found, key=lambda one: one.at_s)
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Import, simulate, compare."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog=program, description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="clone of LLMServingSim")
     parser.add_argument("--block-tokens", type=int, default=16)
     parser.add_argument("--write", action="store_true", help="append rows to results/traffic.jsonl")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     kv_format.BLOCK_TOKENS = options.block_tokens
     from llmpq.planner.__main__ import main as planner
     from llmpq.planner.evaluate.engine_simulation import EngineModel, simulate
@@ -108,7 +106,3 @@ def main() -> None:
                     predicted=ours,
                     device="RTX 4090 (measured by LLMServingSim)",
                 )
-
-
-if __name__ == "__main__":
-    main()

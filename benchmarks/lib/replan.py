@@ -1,6 +1,6 @@
 """Plans the paper's clusters again with one device removed, as a recovery does.
 
-    python benchmarks/replan.py [--rows]
+    python benchmarks/elastic.py replan [--rows]
 
 One line for every kind of device of every cluster; rows go to results/replan.jsonl: seconds, and
 seconds that one CPU was busy, which other work does not change.
@@ -25,15 +25,15 @@ from llmpq.runtime.launch.plans.auto_plan import plan_job
 from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.workload import Workload
 
-CLUSTERS = Path(__file__).parents[1] / "clusters" / "paper"
+CLUSTERS = Path(__file__).parents[2] / "clusters" / "paper"
 JOB = Workload(batch=32, prompt_len=512, gen_len=100)
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Plan, remove, plan again."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.splitlines()[0])
     parser.add_argument("--rows", action="store_true", help="add rows to the results")
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     for number, model in MODELS.items():
         spec = ModelSpec.by_name(model.replace(" ", "-"))
         cluster = Cluster.load(CLUSTERS / f"{number:02d}.yaml")
@@ -70,7 +70,3 @@ def busy_s() -> float:
         resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
     return own.ru_utime + own.ru_stime + others.ru_utime + others.ru_stime
-
-
-if __name__ == "__main__":
-    main()

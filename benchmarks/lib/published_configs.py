@@ -1,6 +1,6 @@
 """Published config.json files: read, planned, and run equal to Transformers, or refused.
 
-    python benchmarks/published_configs.py
+    python benchmarks/configs.py published
 
 Each line of data/published_configs.jsonl is an object: `origin` (repository and path where the file
 was published) and `config` (what it says, without quantisation). A config is read and planned as it
@@ -30,7 +30,7 @@ from llmpq.families.common.class_defaults import SAME_CLASS, config_class
 from llmpq.planner.make import make_plan
 from reference.pipeline import ReferencePipeline
 
-CONFIGS = Path(__file__).parent / "data" / "published_configs.jsonl"
+CONFIGS = Path(__file__).parents[1] / "data" / "published_configs.jsonl"
 VOCAB, LAYERS, HIDDEN, HEADS, HEAD = 199, 6, 64, 4, 16
 SHORT, NEW = 40, 6
 """Positions of a scaled model's training, and tokens to generate."""
@@ -298,13 +298,13 @@ def random_model(config: dict[str, Any]) -> Any:
     return auto.from_config(own, attn_implementation="eager").float().eval()
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Try every config, write the row and print what was refused or differs."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog=program, description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", default="", help="a part of the origins to try")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -334,7 +334,3 @@ def main() -> None:
             samples=[float(outcome.equal) for outcome in found],
             unit="equal to Transformers",
         )
-
-
-if __name__ == "__main__":
-    main()

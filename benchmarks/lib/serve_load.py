@@ -1,8 +1,8 @@
 """Load on a server of its own: many streams, slow readers, clients that vanish, malformed bodies.
 
-    python benchmarks/serve_load.py [--write]                        # 32 clients, then 200
-    python benchmarks/serve_load.py --clients 200 --seconds 180
-    python benchmarks/serve_load.py --replicas 2 --clients 32 --seconds 60
+    python benchmarks/serve.py load [--write]                        # 32 clients, then 200
+    python benchmarks/serve.py load --clients 200 --seconds 180
+    python benchmarks/serve.py load --replicas 2 --clients 32 --seconds 60
 
 The answers of every prompt are made first, by an engine of this process that is then closed; then
 `llmpq-dist serve` starts over the same plan of two CPU stages, with `--replicas` over as many
@@ -22,7 +22,6 @@ import contextlib
 import json
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,12 +35,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from lib.rows import write_row
+from lib.servers import free_port, wait_until_ready
 from prometheus_client.parser import text_string_to_metric_families
 
-sys.path.insert(0, str(Path(__file__).parent))
-from lib.rows import write_row
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MAX_TOKENS = 32
 NUM_PROMPTS = 48
 STAGES = """\
@@ -75,25 +73,6 @@ class Seen:
     tokens: int = 0
     memory_bytes: list[dict[str, int]] = field(default_factory=list)
     """Of each process, from time to time."""
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until_ready(port: int, process: subprocess.Popen[bytes]) -> None:
-    """Wait for the server's first 200."""
-    end_s = time.monotonic() + 600
-    while time.monotonic() < end_s and process.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5)
-            return
-        except OSError:
-            time.sleep(0.2)
-    sys.exit("the server did not become ready")
 
 
 async def asked(port: int, body: bytes) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
@@ -261,10 +240,10 @@ def told_of(
     }  # fmt: skip
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Start a server, load it phase by phase, say what came of it."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=str(ROOT / "examples" / "demo-7m"))
     parser.add_argument("--clients", type=int, nargs="+", default=[32, 200], help="of each phase")
@@ -272,7 +251,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1, help="engines behind the port")
     parser.add_argument("--streams-only", action="store_true", help="no client misbehaves")
     parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     kinds = {"read": 100} if options.streams_only else KINDS
     port, ended_well = free_port(), True
     with tempfile.TemporaryDirectory() as name:
@@ -306,7 +285,3 @@ def main() -> None:
                   samples=[own["tokens_per_s"]], noisy=psutil.cpu_percent(1.0) > 10)  # fmt: skip
     if not ended_well:
         sys.exit("some answers were lost, mixed up or wrongly refused")
-
-
-if __name__ == "__main__":
-    main()

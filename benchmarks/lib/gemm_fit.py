@@ -1,18 +1,17 @@
 """Fit the model of the machine to timings of every configuration; say what its choice loses.
 
-    python benchmarks/fit_gemm.py SEARCH.jsonl... [--registers FILE] [--write] [--out ROWS]
+    python benchmarks/gemm_model.py fit SEARCH.jsonl... [--registers FILE] [--write] [--out ROWS]
 
-SEARCH comes from gemm_search.py. Fitted are start, step and share of every form and a few rates;
-points near the fastest of their product count most, and to expect less time than was measured
-counts more than to expect more: a configuration is chosen for being expected fast. `--held-out`
-leaves a third of the shapes out of the fit and reports on them alone.
+SEARCH comes from `gemm_model.py search`. Fitted are start, step and share of every form and a few
+rates; points near the fastest of their product count most, and to expect less time than was
+measured counts more than to expect more: a configuration is chosen for being expected fast.
+`--held-out` leaves a third of the shapes out of the fit and reports on them alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
@@ -190,15 +189,15 @@ def regrets(
     return sorted(found, key=lambda f: -f[0])
 
 
-def main() -> int:
+def main(words: list[str], program: str) -> int:
     """Fit, report, and write the times if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=program, description=__doc__.splitlines()[0])
     parser.add_argument("search", type=Path, nargs="+")
     parser.add_argument("--registers", type=Path, help="JSON: form -> {weight form: registers}")
     parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--write", action="store_true", help="write step_times.json")
     parser.add_argument("--rows", action="store_true", help="append rows of the choice's loss")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     measured = timings(args.search)
     old = json.loads(TIMES.read_text()) if TIMES.exists() else {"forms": []}
     apart = [e for e in old["forms"] if "weights" in e]  # of d2231297:benchmarks/fit_weights.py
@@ -241,7 +240,3 @@ def main() -> int:
         head = json.dumps({"schema": 1, "reference": "NVIDIA H200", "constants": rounded})[:-1]
         TIMES.write_text(f'{head}, "forms": [\n{lines}\n]}}\n')
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Seconds from a new user's command to a plan: the documented lines and cluster files.
 
-    python benchmarks/first_plan.py --repeat 3 --rows first_plan.jsonl
+    python benchmarks/command_seconds.py plan --repeat 3 --rows first_plan.jsonl
 
 Each command runs in a process of its own, from start to exit, with what it prints thrown away.
 `--noisy` marks rows that were measured beside other work.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lib.rows import write_row
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "docs" / "clusters"
 
 
@@ -45,16 +45,16 @@ def seconds_of(line: str) -> tuple[float, float, str]:
     return wall, cpu, said
 
 
-def main() -> None:
+def main(words: list[str], program: str) -> None:
     """Time every line, print a table, and append rows where asked."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--rows", help="file of benchmarks/results/ to append to")
     parser.add_argument("--noisy", action="store_true", help="the machine was busy")
     parser.add_argument("--only", default="", help="lines with this text alone")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     for line in [line for line in documented() if args.only in line]:
         runs = [seconds_of(line) for _ in range(args.repeat)]
         walls, cpus = [run[0] for run in runs], [run[1] for run in runs]
@@ -69,7 +69,3 @@ def main() -> None:
                 samples=walls,
                 noisy=args.noisy,
             )
-
-
-if __name__ == "__main__":
-    main()
