@@ -39,30 +39,6 @@ def best_variant(
     return best
 
 
-def best_beside(
-    way: Way, sizes: Sequence[int], own: int, better: Callable[[int, Way], Way | None]
-) -> Way:
-    """Return the best of a way and of the same with larger sizes, or else with smaller ones.
-
-    `sizes`: ascending, among them the way's `own`. `better`: the way with a size if it is better
-    than another, else None: further ones are then no better either. A `TimeoutError` ends the
-    search.
-    """
-    at, best = sizes.index(own), way
-    for others in (sizes[at + 1 :], sizes[:at][::-1]):
-        for size in others:
-            try:
-                other = better(size, best)
-            except TimeoutError:
-                return best
-            if other is None:
-                break
-            best = other
-        if best is not way:
-            break
-    return best
-
-
 def best_under_all(
     by_few: Sequence[Way],
     under_all: Callable[[Way], Way],

@@ -1,9 +1,10 @@
 """The best plan for live traffic: engines valued by their steady state, then by the simulator.
 
-Every group of devices is planned for several numbers of requests at once; the highest steady rates
-of disjoint groups are summed by a dynamic program over counts of devices. What comes first, and
-beside it the simplest ways (a card, one pipeline, equal replicas), is refined by the tokens of a
-step and simulated; the simulator decides.
+The simplest ways (a card, one pipeline, even tensor parallel, equal replicas) are planned and
+simulated first: the best of them is what all others must beat. In the time that is left every group
+of devices is planned for several numbers of requests at once; rates of disjoint groups are summed
+by a dynamic program over counts of devices, and those of the best sums are simulated, in steps of
+several numbers of tokens; the simulator decides.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from llmpq.planner.solving.count_vectors import CountVectors, Vector
 from llmpq.planner.solving.device_groups import is_even, with_groups
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.topology_search import equal_shares
-from llmpq.planner.traffic.choose import best_beside, best_under_all, best_variant, is_far_below
+from llmpq.planner.traffic.choose import best_under_all, best_variant, is_far_below
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic
 from llmpq.planner.traffic.rates import (
@@ -59,7 +60,7 @@ MOST_JOINED = 8
 STEPS_HOPE = 3.0
 """Times a rate that other steps may give. Seen: up to 2.5, where hardly a request is in time."""
 SOLVING_SHARE = 0.4
-"""Share of the time that plans are looked for; then they are simulated."""
+"""Share of the time left that plans are looked for; then they are simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +134,8 @@ class TrafficAnswer:
 class _Search:
     planner: EnginePlanner
     vectors: CountVectors
-    deadline_s: float
-    planning_ends_at: float
-    """Time of `time.perf_counter` at which engines are planned no more: where the machine is slow,
-    the user's limit would be over before any was simulated."""
+    end_s: float
+    """When all is over, of the clock of searches."""
     traffic: NamedTraffic
     objective: TrafficObjective
     known: dict[tuple[Vector, int, int], EnginePlan | None] = field(default_factory=dict)
@@ -151,6 +150,21 @@ class _Search:
     """The largest share of a steady rate that an engine keeps by simulation: a guess for others."""
     late: bool = False
     """Whether the time was too short for a simulation."""
+    deadline_s: float = math.inf
+    """When what is done now is to end, of the clock of searches."""
+    planning_ends_at: float = math.inf
+    """Time of `time.perf_counter` at which engines are planned no more: where the machine is slow,
+    the user's limit would be over before any was simulated."""
+
+    def allow(self, share: float) -> None:
+        """Give what is done next a share of the time left."""
+        self.deadline_s = now_s() + share * max(0.0, self.end_s - now_s())
+
+    def allow_planning(self) -> None:
+        """Give planning its share of the time left, by both clocks."""
+        self.allow(SOLVING_SHARE)
+        now = time.perf_counter()
+        self.planning_ends_at = now + (self.planner.options.ends_at - now) * SOLVING_SHARE
 
     def left_s(self) -> float:
         return self.deadline_s - now_s()
@@ -193,11 +207,6 @@ class _Search:
         """Return the best of the plans that are known of an engine."""
         found = self.plans_of(v, step_tokens=step_tokens, at_once=at_once)
         return max(found, key=self.planner.worth, default=None)
-
-    @property
-    def steps_are_simulated(self) -> bool:
-        """Whether the tokens of a step are chosen by simulation, of the engines that matter."""
-        return self.objective == "rate" and math.isinf(self.enough)
 
     def in_steps(self, v: Vector, step_tokens: int) -> EnginePlan | None:
         """Return the best plan of an engine in steps of so many tokens, by its steady state.
@@ -326,7 +335,7 @@ def _searched(
     traffic: NamedTraffic,
     objective: TrafficObjective,
 ) -> TrafficAnswer:
-    timer, start_s, began = Timer(), now_s(), time.perf_counter()
+    timer = Timer()
     lengths = MeanLengths.of(traffic)
     grouped = with_groups(problem, options.kvs) if options.groups else None
     search = _Search(
@@ -334,24 +343,26 @@ def _searched(
             problem, options, path, lengths, traffic.limits, ends_soon=objective == "latency"
         ),
         vectors=CountVectors(problem if grouped is None else grouped.problem),
-        deadline_s=start_s + options.time_limit_s * SOLVING_SHARE,
-        planning_ends_at=began + (options.ends_at - began) * SOLVING_SHARE,
+        end_s=now_s() + options.time_limit_s,
         traffic=traffic,
         objective=objective,
     )
+    search.allow_planning()
+    in_time = _plan_simple(search)
+    simple = _simple(search)
+    found = _all_valued(search, simple)
+    search.allow_planning()
     complete, left_out = _plan_all(search)
     chosen = _chosen(search)
     if not chosen:
         raise DoesNotFitError(_nothing(traffic, complete))
-    simple = _simple(search)
-    end_s = start_s + options.time_limit_s
-    if search.steps_are_simulated:
-        found = _all_valued(search, simple, end_s)
-        search.deadline_s = now_s() + max(0.0, end_s - now_s()) / 2
-        found |= _all_valued(search, {"best": _best_sum(search) or chosen}, end_s)
+    if objective == "rate" and not any(one and search.worth(one)[0] for one in found.values()):
+        search.allow(0.5)
+        found |= _all_valued(search, {"best": _best_sum(search) or chosen})
     else:
         names = {f"few {n}": few for n, few in _others(search, chosen).items()}
-        found = _all_valued(search, {"best": chosen, **simple, **names}, end_s)
+        found |= _all_valued(search, {"best": chosen, **names})
+    search.deadline_s = search.end_s
     valued = [one for one in found.values() if one is not None]
     simulated = bool(valued)
     valued = valued or [_unsimulated(search, chosen)]
@@ -385,19 +396,17 @@ def _searched(
         },
         tried=len(search.known),
         left_out=left_out,
-        complete=complete and not search.late,
+        complete=complete and in_time and not search.late,
         simulated=simulated,
         seconds=timer.seconds,
     )
 
 
-def _all_valued(
-    search: _Search, ways: Mapping[str, Sequence[Vector]], end_s: float
-) -> dict[str, Valued | None]:
+def _all_valued(search: _Search, ways: Mapping[str, Sequence[Vector]]) -> dict[str, Valued | None]:
     """Simulate ways to serve, each for half of the time left; None of those it is too short for."""
     found: dict[str, Valued | None] = {}
     for name, vectors in ways.items():
-        search.deadline_s = now_s() + max(0.0, end_s - now_s()) / 2
+        search.allow(0.5)
         try:
             for v in vectors if search.objective == "rate" else ():
                 _by_itself(search, v)
@@ -408,7 +417,6 @@ def _all_valued(
         if one is not None:
             one = _for_best_requests(search, one, vectors)
         found[name] = one
-    search.deadline_s = end_s
     return found
 
 
@@ -436,17 +444,22 @@ def _by_itself(search: _Search, v: Vector, above_per_s: float = 0.0) -> float:
     return known.rate_per_s
 
 
-def _in_best_steps(search: _Search, v: Vector) -> None:
-    """Note an engine's plan in the steps in which it serves best by itself."""
-    like = search.vectors.canonical(v)
-    own = search.alone[like]
-    search.alone[like], _ = best_beside(
-        (own, _by_itself(search, v)),
-        sorted(STEP_TOKENS),
-        own.step_tokens,
+def _in_best_steps(search: _Search, v: Vector, above_per_s: float = 0.0) -> float:
+    """Return the highest rate of an engine by itself in any steps, and note its plan in the best.
+
+    0 where it is not above a rate in those that are tried first.
+    """
+    rate, like = _by_itself(search, v, above_per_s), search.vectors.canonical(v)
+    if like not in search.alone or like in search.in_best_steps:
+        return rate
+    search.alone[like], rate = best_variant(
+        (search.alone[like], rate),
+        STEP_TOKENS,
         partial(_in_other_steps, search, v),
+        lambda one: math.log(max(one[1], 1e-12)) - search.planner.price * one[0].loss,
     )
     search.in_best_steps.add(like)
+    return rate
 
 
 def _in_other_steps(
@@ -676,34 +689,77 @@ def _latency(search: _Search, v: Vector) -> float:
     )
 
 
-def _simple(search: _Search) -> dict[str, list[Vector]]:
-    """Return the best single card, pipeline of all, even tensor parallel, and equal replicas."""
+def _simple_ways(search: _Search) -> dict[str, list[list[Vector]]]:
+    """Return the simple ways: single cards, even tensor parallel, equal replicas, one pipeline."""
     vectors, counts, cards = search.vectors, search.vectors.counts, _cards(search)
-    found: dict[str, list[Vector]] = {}
-
-    def rate(v: Vector) -> float:
-        best = search.best_of(v)
-        return 0.0 if best is None else best.steady.rate_per_s
-
-    best_card = max(cards, key=rate)
-    if rate(best_card):
-        found["card"] = [best_card]
     problem = search.planner.problem
-    even = [v for v, group in vectors.groups.items() if is_even(problem, group) and rate(v)]
-    if even:
-        found["shared"] = [max(even, key=rate)]
     shares = [
         [vectors.alone([count // n for count in counts])] * n
         for n in equal_shares(counts, sum(counts))
     ]
     of_each = zip(cards, counts, strict=True)
-    shares.append([v for v, count in of_each if rate(v) for _ in range(count)])
-    able = [one for one in shares if len(one) > 1 and all(rate(v) for v in one)]
-    if able:
-        found["replicas"] = max(able, key=lambda one: sum(map(rate, one)))
-    if sum(counts) > 1 and rate(vectors.whole):  # the dearest to simulate: others tell what to try
-        found["pipeline"] = [vectors.whole]
-    return found
+    with_room = [v for v, count in of_each if search.best_of(v) for _ in range(count)]
+    return {
+        "card": [[v] for v in cards],
+        "shared": [[v] for v, group in vectors.groups.items() if is_even(problem, group)],
+        "replicas": [*shares, with_room] if len(with_room) > 1 else shares,
+        "pipeline": [[vectors.whole]] if sum(counts) > 1 else [],
+    }
+
+
+def _plan_simple(search: _Search) -> bool:
+    """Plan the engines of the simple ways, in all steps; whether the time was enough."""
+    ways = chain(*_simple_ways(search).values())
+    engines = list(dict.fromkeys(map(search.vectors.canonical, chain(*ways))))
+    for requests in REQUESTS_AT_ONCE:
+        for v in engines:
+            if search.planned_enough and search.known:
+                return False
+            search.engine(v, requests, STEP_TOKENS[0])
+    for v in engines:
+        for step_tokens in STEP_TOKENS[1:]:
+            if search.planned_enough:
+                return False
+            search.in_steps(v, step_tokens)
+    return True
+
+
+def _simple(search: _Search) -> dict[str, list[Vector]]:
+    """Return the best of each simple way, of those that fit: by their rates where these count.
+
+    First what has most of a steady rate: the time may be short.
+    """
+    able = {
+        name: sorted(
+            (way for way in ways if all(map(search.best_of, way))),
+            key=partial(_steady_rate, search),
+            reverse=True,
+        )
+        for name, ways in _simple_ways(search).items()
+    }
+    names = [name for name, ways in able.items() if ways]
+    names.sort(key=lambda name: -_steady_rate(search, able[name][0]))
+    return {name: _best_way(search, able[name]) for name in names}
+
+
+def _steady_rate(search: _Search, way: Sequence[Vector]) -> float:
+    return sum(one.steady.rate_per_s for v in way if (one := search.best_of(v)))
+
+
+def _best_way(search: _Search, ways: Sequence[list[Vector]]) -> list[Vector]:
+    """Return the way of the highest sum of rates, simulated in all steps; else the first."""
+    best, most = ways[0], -1.0
+    for way in ways if search.objective == "rate" else ():
+        search.allow(0.5)
+        enough = max(0.0, most) / len(way) if len(set(way)) == 1 else 0.0
+        try:
+            rate = sum(_in_best_steps(search, v, enough) for v in way)
+        except TimeoutError:
+            search.late = True
+            continue
+        if rate > most:
+            best, most = way, rate
+    return best
 
 
 def _others(search: _Search, chosen: Sequence[Vector]) -> dict[int, list[Vector]]:

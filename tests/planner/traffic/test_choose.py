@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.planner.traffic.choose import (
-    best_beside,
-    best_under_all,
-    best_variant,
-    is_far_below,
-)
+from llmpq.planner.traffic.choose import best_under_all, best_variant, is_far_below
 
 pytestmark = pytest.mark.pure
 
@@ -50,31 +45,6 @@ def test_steps_of_other_tokens_are_tried_while_there_is_time(
     found = best_variant(0, rates, simulated, lambda tokens: {0: 1.0, **rates}[tokens])
     assert found == best and asked == tried
     assert given[0] == 0 and all(one in (0, *asked[:n]) for n, one in enumerate(given))
-
-
-@pytest.mark.parametrize(
-    ("rates", "best", "tried"),
-    [
-        ({1: 3, 2: 2, 4: 1, 8: 9}, 1, [4, 1]),  # behind one that is no better none is looked at
-        ({1: 9, 2: 2, 4: 3, 8: 4}, 8, [4, 8]),  # where larger ones are better, no smaller ones are
-        ({1: 9, 2: 2, 4: 3, 8: 1}, 4, [4, 8]),
-        ({1: 1, 2: 2, 4: 2, 8: 9}, 2, [4, 1]),  # as good is not better
-        ({1: 9, 2: 2, 4: None, 8: 9}, 2, [4]),  # the time is over
-    ],
-)
-def test_sizes_are_left_and_right_of_the_own_one_as_long_as_they_are_better(
-    rates: dict[int, int | None], best: int, tried: list[int]
-) -> None:
-    asked = []
-
-    def better(size: int, than: int) -> int | None:
-        asked.append(size)
-        own, other = rates[size], rates[than]
-        if own is None or other is None:
-            raise TimeoutError
-        return size if own > other else None
-
-    assert best_beside(2, [1, 2, 4, 8], 2, better) == best and asked == tried
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_on_a_slow_machine_fewer_engines_are_planned_and_those_are_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the time of day, the share of the limit for plans is over as soon as there is one."""
-    times = SimpleNamespace(perf_counter=chain([0.0], repeat(math.inf)).__next__)
+    times = SimpleNamespace(perf_counter=chain([0.0], repeat(1e9)).__next__)
     monkeypatch.setattr(traffic_search, "time", times)
     plan = _planned(["--devices", "t4", "--rate", "3"], tmp_path / "plan.json")
     traffic = plan.plans[0].traffic
@@ -315,6 +315,43 @@ def test_simpler_ways_are_beside_the_plan_in_one_measure(
     assert own is not None
     others = [value for value in found.values() if value is not None]
     assert others and (own <= min(others) if "answer" in unit else own >= max(others))
+
+
+@pytest.mark.parametrize("rate", ["max", "500"])
+def test_no_simple_way_is_better_than_the_answer(rate: str) -> None:
+    """Each of them in steps of all sizes, for all numbers of requests at once.
+
+    Prompts are near the limit: by their steady state others would be chosen. Also at a rate that is
+    not kept.
+    """
+    flags = {"prompt": "64,900", "gen": "8,48", "rate": rate, "ttft": 0.25, "tpot": 0.05}
+    job, traffic, objective = traffic_job(
+        PlanRequest(model="opt-1.3b", devices="v100,t4", bits="16", requests=30, **flags)
+    )
+    found = traffic_search.search_traffic(job.problem, job.options, None, traffic, objective)
+    lengths = MeanLengths.of(traffic)
+    planner = EnginePlanner(job.problem, job.options, None, lengths, traffic.limits)
+
+    def highest(names: list[str]) -> float:
+        kept = [0.0]
+        for tokens in traffic_search.STEP_TOKENS:
+            plans = (
+                planner.plan(names, requests, tokens, solved_for=traffic_search.STEP_TOKENS[0])
+                for requests in traffic_search.REQUESTS_AT_ONCE
+            )
+            engine = max(filter(None, plans), key=planner.worth, default=None)
+            if engine is not None:
+                at = highest_rate([engine.model], traffic.arrivals, traffic.limits)
+                kept.append(at.rate_per_s)
+        return max(kept)
+
+    cards = [(cls.count, highest([cls.first.name])) for cls in job.problem.classes]
+    simple = [rate for _, rate in cards] + [sum(count * rate for count, rate in cards)]
+    simple.append(highest([device.name for device in job.problem.cluster.devices]))
+    printed = [one.rate.rate_per_s for one in found.beside.values() if one is not None]
+    assert set(found.beside) == {"card", "pipeline", "shared", "replicas"}
+    assert found.compared.rate.rate_per_s >= max(printed)
+    assert found.compared.rate.rate_per_s >= (1 - rates.RATE_STEP) * max(simple)
 
 
 @pytest.mark.parametrize(
