@@ -61,6 +61,8 @@ STEPS_HOPE = 3.0
 """Times a rate that other steps may give. Seen: up to 2.5, where hardly a request is in time."""
 SOLVING_SHARE = 0.4
 """Share of the time left that plans are looked for; then they are simulated."""
+SIMPLE_SHARE = 0.8
+"""Share of the time left that the simulation of one simple way may take: all others must beat it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -750,7 +752,7 @@ def _best_way(search: _Search, ways: Sequence[list[Vector]]) -> list[Vector]:
     """Return the way of the highest sum of rates, simulated in all steps; else the first."""
     best, most = ways[0], -1.0
     for way in ways if search.objective == "rate" else ():
-        search.allow(0.5)
+        search.allow(SIMPLE_SHARE)
         enough = max(0.0, most) / len(way) if len(set(way)) == 1 else 0.0
         try:
             rate = sum(_in_best_steps(search, v, enough) for v in way)

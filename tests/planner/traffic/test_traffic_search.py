@@ -341,7 +341,9 @@ def test_no_simple_way_is_better_than_the_answer(rate: str) -> None:
             )
             engine = max(filter(None, plans), key=planner.worth, default=None)
             if engine is not None:
-                at = highest_rate([engine.model], traffic.arrivals, traffic.limits)
+                at = highest_rate(
+                    [engine.model], traffic.arrivals, traffic.limits, above_per_s=max(kept)
+                )
                 kept.append(at.rate_per_s)
         return max(kept)
 
