@@ -61,8 +61,6 @@ STEPS_HOPE = 3.0
 """Times a rate that other steps may give. Seen: up to 2.5, where hardly a request is in time."""
 SOLVING_SHARE = 0.4
 """Share of the time left that plans are looked for; then they are simulated."""
-SEVERAL = 0.85
-"""Times the steady rate that several engines promise beside one: each has the longest prompts."""
 SIMPLE_SHARE = 0.8
 """Share of the time left that the simulation of one simple way may take."""
 
@@ -742,8 +740,7 @@ def _simple(search: _Search) -> dict[str, list[Vector]]:
         for name, ways in _simple_ways(search).items()
     }
     names = [name for name, ways in able.items() if ways]
-    hope = {name: _steady_rate(search, able[name][0]) for name in names}
-    names.sort(key=lambda name: -hope[name] * (SEVERAL if len(able[name][0]) > 1 else 1.0))
+    names.sort(key=lambda name: -_steady_rate(search, able[name][0]))
     return {name: _best_way(search, able[name]) for name in names}
 
 
