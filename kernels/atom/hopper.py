@@ -36,7 +36,7 @@ from llmpq.kernels.atom.hopper_inputs import (
 )
 from llmpq.kernels.atom.int8_kernel import integer_kernel
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
-from llmpq.kernels.gemm.cuda.rows_launch import Work
+from llmpq.kernels.gemm.cuda.rows_launch import LaunchShape
 from llmpq.kernels.gemm.linear_gpu import linear_gpu
 from llmpq.kernels.gemm.ranking.wgmma_plan import tiles_together
 from llmpq.kernels.multiprocessors import multiprocessors
@@ -170,7 +170,7 @@ def product(
             0 if residual_MN is None else residual_MN.data_ptr(),
             partial.data_ptr(),
             arrived.data_ptr(),
-            Work(
+            LaunchShape(
                 m,
                 n,
                 m_tiles,

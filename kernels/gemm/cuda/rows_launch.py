@@ -19,7 +19,7 @@ from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.nvrtc import CudaFunction, Described, tensor_map
 
 
-class Work(ctypes.Structure):
+class LaunchShape(ctypes.Structure):
     """What a launch multiplies, as wgmma_parts.cu reads it."""
 
     _fields_ = tuple(
@@ -73,7 +73,7 @@ def launch(plan: ProductPlan, operands: LinearOperands) -> None:
             0 if residual_MN is None else residual_MN.data_ptr(),
             partial.data_ptr(),
             arrived.data_ptr(),
-            Work(m, n, m_tiles, n_tiles, blocks, groups, whole, together),
+            LaunchShape(m, n, m_tiles, n_tiles, blocks, groups, whole, together),
         ),
         overlapping=plan.pdl,
     )
