@@ -24,23 +24,18 @@ from typing import Any, cast
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from lib.recurrent_models import message, seconds, stage, step_bytes
+from lib.recurrent_models import DEVICE, build, message, seconds, stage, step_bytes
 from lib.rows import write_row
 
 from llmpq.devices.device_spec import canonical_kind, device_specs
 from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.models.layers import Attention, DecoderLayer
 from llmpq.runtime.models.mlps import GatedMLP
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.requests.request import StepKind
-from llmpq.runtime.weights.dummy import CopiedLayers
-from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import BLOCK_TOKENS
-from llmpq.sizes.memory import Quantization
 
-DEVICE, DTYPE = torch.device("cuda:0"), torch.bfloat16
 KINDS = {
     "w4": ("w4a16", False),
     "w4s": ("w4a16", True),
@@ -72,30 +67,6 @@ class Launch:
     """From the end of the launch before to its end."""
     gap_us: float
     """From the end of the launch before to its start; below zero where they overlap."""
-
-
-def build(spec: ModelSpec, kind: str, head_bits: int) -> tuple[StageModel, Precision]:
-    """Return a whole model with random weights."""
-    text, symmetric = KINDS[kind]
-    precision, scheme = Precision.parse(text), Quantization(symmetric=symmetric).scheme
-    layers = range(spec.num_layers)
-    source = CopiedLayers(
-        RandomSource(spec, device=DEVICE), dict.fromkeys(layers, scheme(precision)), DEVICE
-    )
-    made = StageModel.build(
-        spec,
-        layers,
-        [precision] * spec.num_layers,
-        first=True,
-        last=True,
-        dtype=DTYPE,
-        device=DEVICE,
-        scheme=scheme,
-        head_precision=Precision.W8A16 if head_bits == 8 else Precision.W16A16,
-        source=source,
-        runner=backend_of(DEVICE).layers(),
-    )
-    return made, precision
 
 
 def traced(call: Callable[[], object]) -> list[list[Launch]]:
@@ -259,8 +230,11 @@ def main() -> None:
     args.copy = copy_rate()
     print(f"# {kind}: {args.peak / 1e12:.2f} TB/s listed, {args.copy / 1e12:.2f} by a copy")
     spec = ModelSpec.by_name(args.model)
+    head_precision = Precision.W8A16 if args.head_bits == 8 else Precision.W16A16
     for name in args.kinds.split(","):
-        model, precision = build(spec, name, args.head_bits)
+        text, symmetric = KINDS[name]
+        precision = Precision.parse(text)
+        model = build(spec, precision, symmetric=symmetric, head_precision=head_precision)
         for rows in map(int, args.rows.split(",")):
             ledger(args.model, name, rows, model, precision, args)
         del model

@@ -43,9 +43,15 @@ TOKENS, STRIDE = 1000, 377
 would go to the same experts, of which the floor counts many."""
 
 
-def build(spec: ModelSpec, precision: Precision) -> StageModel:
+def build(
+    spec: ModelSpec,
+    precision: Precision,
+    *,
+    symmetric: bool = False,
+    head_precision: Precision = Precision.W16A16,
+) -> StageModel:
     """Return a whole model with random weights."""
-    scheme, layers = Quantization().scheme, range(spec.num_layers)
+    scheme, layers = Quantization(symmetric=symmetric).scheme, range(spec.num_layers)
     schemes = dict.fromkeys(layers, scheme(precision))
     return StageModel.build(
         spec,
@@ -56,6 +62,7 @@ def build(spec: ModelSpec, precision: Precision) -> StageModel:
         dtype=DTYPE,
         device=DEVICE,
         scheme=scheme,
+        head_precision=head_precision,
         source=CopiedLayers(RandomSource(spec, device=DEVICE), schemes, DEVICE),
         runner=backend_of(DEVICE).layers(),
     )
