@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.kernels.gemm.cuda.rows_text import TYPES, parts
+from llmpq.kernels.gemm.cuda.cuda_text import defined, wgmma_parts
 from llmpq.kernels.gemm.ranking.wgmma_plan import SHARED_BYTES
 
 _ALIGNMENT, _BARRIERS = 1024, 512
@@ -63,11 +63,10 @@ def text(tile: CodesTile) -> str:
         "REGISTERS": registers,
         "REGISTERS_ASKING": asking,
     }
-    head = TYPES + "".join(f"#define {name} {value}\n" for name, value in constants.items())
     products = _product("mma", tile.tokens, "f32.e4m3.e4m3", "float", "f", ", 1, 1")
     products += _product("mma8", tile.tokens, "s32.s8.s8", "int", "r", "")
     body = Path(__file__).with_name("wgmma_codes.cu").read_text()
-    return head + parts() + products + body
+    return defined(constants) + wgmma_parts() + products + body
 
 
 def _product(name: str, tokens: int, kinds: str, number: str, constraint: str, signs: str) -> str:

@@ -48,10 +48,6 @@ ONE float scale_of(u32 bits) {
 ONE void lds2(float &x, float &y, u32 at) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(at) : "memory");
 }
-ONE void lds4(u32 *q, u32 at) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(q[0]), "=r"(q[1]), "=r"(q[2]), "=r"(q[3]) : "r"(at) : "memory");
-}
 // code * 2^-9 of nibbles code + 8: the low ones of rows r, the high ones of rows r + 8.
 ONE void nibbles(u32 &even, u32 &odd, u32 word) {
   u32 t = word & 0x0f0f0f0f, u = word >> 4 & 0x0f0f0f0f;

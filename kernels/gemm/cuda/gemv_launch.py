@@ -7,7 +7,6 @@ torch's operators dequantise, and cuBLAS multiplies (kernel_table.py).
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from llmpq.kernels import nvrtc
 from llmpq.kernels.formats.packed_words import INTEGERS, PackedWords
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP, Layout
+from llmpq.kernels.gemm.cuda.cuda_text import defined, part
 from llmpq.kernels.gemm.operands.linear_operands import LinearOperands
 from llmpq.kernels.gemm.ranking.config import ProductPlan
 from llmpq.kernels.kernel_table import Kernel, eligible
@@ -118,8 +118,7 @@ def dequantize(q: PackedWords) -> Tensor:
 def text(constants: tuple[tuple[str, int], ...], rows: int, warps: int, tensor: bool) -> str:
     """Return the kernels' whole text."""
     every = (*constants, ("ROWS", rows), ("WARPS", warps), ("TENSOR", int(tensor)))
-    head = "".join(f"#define {name} {value}\n" for name, value in every)
-    return head + Path(__file__).with_name("gemv.cu").read_text()
+    return defined(dict(every)) + part("gemv.cu")
 
 
 def _constants(q: PackedWords) -> tuple[tuple[str, int], ...]:

@@ -9,8 +9,8 @@
 //   every PHASE turns the warps' sums meet in shared memory, in order
 //
 // Words are asked for before the kernel before has ended (PDL), as far as the rings reach.
-// ring_text.py puts constants, unpack0, unpack1 and zero_constants before this. Legend: M rows of x
-// (at most 8 * NT), N of w; `blocks` of 16 rows, `groups` of 128 k.
+// ring_text.py puts constants, shared_parts.cu, unpack0, unpack1 and zero_constants before this. Legend:
+// M rows of x (at most 8 * NT), N of w; `blocks` of 16 rows, `groups` of 128 k.
 
 struct Work { int M, N, K, blocks, groups; };
 
@@ -24,7 +24,6 @@ struct Work { int M, N, K, blocks, groups; };
 #define SUMS_AT (W * RING * SLOT_BYTES)
 #define SUMS_BYTES (2 * PHASE * W * NT * 512)
 #define X_AT (SUMS_AT + SUMS_BYTES)
-#define ONE __device__ __forceinline__
 
 ONE void copy(u32 to, const void *from) {  // 16 bytes, past the L1
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -33,21 +32,7 @@ ONE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> ONE void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
-ONE u32 lds(u32 at) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
-  return v;
-}
 ONE float lds_float(u32 at) { return __uint_as_float(lds(at)); }
-ONE float single(u16 bits) {
-#if IS_BF16
-  return __uint_as_float((u32)bits << 16);
-#else
-  float v;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
-  return v;
-#endif
-}
 ONE u16 rounded(float value) {
   u16 v;
 #if IS_BF16
@@ -126,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(W * 32, 1)
     for (int i = threadIdx.x * 16; i < row_bytes; i += W * 512)
       asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(x_base + w.M * row_bytes + i),
                    "r"(0) : "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_kernel_before();
   for (int m = warp; m < w.M; m += W)
     for (int i = lane; i < w.groups * 16; i += 32)
       copy(x_base + m * row_bytes + i * 16, x + (long long)m * w.K + i * 8);
@@ -183,12 +168,7 @@ extern "C" __global__ void __launch_bounds__(W * 32, 1)
 #pragma unroll
         for (int p = 0; p < PLANES; p++)
 #pragma unroll
-          for (int j = 0; j < 2; j++) {
-            u32 *q = words[p] + 4 * j;
-            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(q[0]), "=r"(q[1]), "=r"(q[2]), "=r"(q[3])
-                         : "r"(at + p * 1024 + j * 512 + lane * 16) : "memory");
-          }
+          for (int j = 0; j < 2; j++) lds4(words[p] + 4 * j, at + p * 1024 + j * 512 + lane * 16);
 #if GROUPED
         scales = lds(at + SCALES_AT + lane / 4 * 4);
         zero_constants(zero, ZEROS ? lds(at + SCALES_AT + 32 + lane / 4 * 4) : 0);

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import re
-from pathlib import Path
 
+from llmpq.kernels.gemm.cuda.cuda_text import defined, numbered, part
 from llmpq.kernels.gemm.gluon.gluon_unpack import CONSTANTS, plain_text, zero_text
 from llmpq.kernels.gemm.ranking.ring_plan import RingForm
 
-_TYPES = "typedef unsigned short u16;\ntypedef unsigned int u32;\n"
 _ZEROS = "__device__ __forceinline__ void zero_constants(u32 (&z)[ZC], u32 pairs) {\n"
 
 
@@ -29,9 +27,8 @@ def text(form: RingForm) -> str:
         "RING": form.ring,
         "PHASE": form.phase,
     }
-    head = _TYPES + "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    body = Path(__file__).with_name("ring_gemv.cu").read_text()
-    return head + ("" if form.bits == 16 else _unpacking(form)) + body
+    unpacking = "" if form.bits == 16 else _unpacking(form)
+    return defined(constants) + part("shared_parts.cu") + unpacking + part("ring_gemv.cu")
 
 
 def _unpacking(form: RingForm) -> str:
@@ -41,7 +38,7 @@ def _unpacking(form: RingForm) -> str:
     words = ['"r"(w)', '"r"(v)'] if form.bits == 8 else ['"r"(w)']
     found = ""
     for half in (0, 1):
-        assembly = _of_pairs(plain_text(form.bits, form.kind, half=half))
+        assembly = numbered(plain_text(form.bits, form.kind, half=half), pairs=2)
         found += (
             f"__device__ __forceinline__ void unpack{half}(u32 &p, u32 &q, u32 w, u32 v, "
             f'const u32 (&z)[ZC]) {{\n  asm("{assembly}" : "=&r"(p), "=&r"(q) : '
@@ -49,16 +46,7 @@ def _unpacking(form: RingForm) -> str:
         )
     if form.zeros:
         outputs = ", ".join(f'"=&r"(z[{i}])' for i in range(len(constants)))
-        assembly = re.sub(r"\$(\d+)", r"%\1", zero_text(form.bits, form.kind))
+        assembly = numbered(zero_text(form.bits, form.kind))
         return found + f'{_ZEROS}  asm("{assembly}" : {outputs} : "r"(pairs));\n}}\n'
     values = "".join(f"  z[{i}] = {v:#010x}u;\n" for i, v in enumerate(constants))
     return found + _ZEROS + values + "}\n"
-
-
-def _of_pairs(triton: str) -> str:
-    """Return Triton's text, whose two pairs are two outputs of 16 bits each, as CUDA C++ has it."""
-    for i in range(2):
-        triton = triton.replace(
-            f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, p{i};", f"mov.b32 %{i}, p{i};"
-        )
-    return re.sub(r"\$(\d+)", lambda found: f"%{int(found[1]) - 2}", triton)

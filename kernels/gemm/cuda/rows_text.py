@@ -7,9 +7,8 @@ bits; 3 bits take its assembly, 4 and 8 that of rows_unpack.py.
 from __future__ import annotations
 
 import functools
-import re
-from pathlib import Path
 
+from llmpq.kernels.gemm.cuda.cuda_text import defined, numbered, part, wgmma_parts
 from llmpq.kernels.gemm.cuda.rows_unpack import (
     JOIN,
     SCALE,
@@ -22,7 +21,6 @@ from llmpq.kernels.gemm.gluon.gluon_unpack import CONSTANTS, scaled_text
 from llmpq.kernels.gemm.gluon.gluon_unpack import zero_text as three_zeros
 from llmpq.kernels.gemm.ranking.rows_tile import RowsTile
 
-TYPES = "typedef unsigned short u16;\ntypedef unsigned int u32;\ntypedef unsigned long long u64;\n"
 _REGISTERS = {2: (232, 40), 3: (160, 32)}
 """Of a thread that multiplies and of one that asks, by warpgroups: what a multiprocessor has."""
 
@@ -48,15 +46,8 @@ def text(tile: RowsTile) -> str:
         "REGISTERS": registers,
         "REGISTERS_ASKING": asking,
     }
-    head = TYPES + "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    body = Path(__file__).with_name("wgmma_rows.cu").read_text()
-    return head + parts() + _unpacking(tile) + _zero_constants(tile) + _product(tile) + body
-
-
-@functools.cache
-def parts() -> str:
-    """Return what the kernels of wgmma share."""
-    return Path(__file__).with_name("wgmma_parts.cu").read_text()
+    made = _unpacking(tile) + _zero_constants(tile) + _product(tile)
+    return defined(constants) + wgmma_parts() + made + part("wgmma_rows.cu")
 
 
 def _zero_count(tile: RowsTile) -> int:
@@ -69,7 +60,7 @@ def _unpacking(tile: RowsTile) -> str:
     scales = ['"r"(s[0])', '"r"(s[1])']
     if tile.bits == 3:
         inputs = [f'"r"(w{i})' for i in range(3)] + (zeros if tile.zeros else []) + scales
-        assembly = _assembly(scaled_text(3, tile.kind, symmetric=not tile.zeros), 16)
+        assembly = numbered(scaled_text(3, tile.kind, symmetric=not tile.zeros), pairs=16)
         outputs = ", ".join(f'"=&r"(a[{i}])' for i in range(16))
         return (
             "__device__ __forceinline__ void unpack(u32 (&a)[16], u32 w0, u32 w1, u32 w2, "
@@ -79,7 +70,7 @@ def _unpacking(tile: RowsTile) -> str:
     found = ""
     for half in (0, 1):
         words = ["w", "v"] if tile.bits == 8 else ["w"]
-        assembly = _numbered(pairs_text(tile.bits, tile.kind, half))
+        assembly = numbered(pairs_text(tile.bits, tile.kind, half))
         operands = [f'"r"({o})' for o in (*words, "s[0]", "s[1]", "z[0]", "z[1]")]
         found += (
             f"__device__ __forceinline__ void unpack{half}(u32 &p, u32 &q, u32 w, u32 v, "
@@ -89,28 +80,14 @@ def _unpacking(tile: RowsTile) -> str:
     if tile.bits == 8:
         found += (
             "__device__ __forceinline__ void join(u32 &p, u32 &q, u32 w, u32 v) {\n"
-            f'  asm("{_numbered(JOIN)}" : "=&r"(p), "=&r"(q) : "r"(w), "r"(v));\n}}\n'
+            f'  asm("{numbered(JOIN)}" : "=&r"(p), "=&r"(q) : "r"(w), "r"(v));\n}}\n'
         )
     if is_subnormal(tile.bits, tile.kind):
         found += (
             "__device__ __forceinline__ u32 scaled_up(u32 s) {\n  u32 v;\n"
-            f'  asm("{_numbered(SCALE)}" : "=r"(v) : "r"(s));\n  return v;\n}}\n'
+            f'  asm("{numbered(SCALE)}" : "=r"(v) : "r"(s));\n  return v;\n}}\n'
         )
     return found
-
-
-def _numbered(text: str) -> str:
-    """Return an assembly's text as CUDA C++ has it."""
-    return re.sub(r"\$(\d+)", r"%\1", text)
-
-
-def _assembly(triton: str, pairs: int) -> str:
-    """Return Triton's text, whose pairs are two outputs of 16 bits, with outputs of 32."""
-    for i in range(pairs):
-        triton = triton.replace(
-            f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, p{i};", f"mov.b32 %{i}, p{i};"
-        )
-    return re.sub(r"\$(\d+)", lambda found: f"%{int(found[1]) - pairs}", triton)
 
 
 def _zero_constants(tile: RowsTile) -> str:
@@ -121,7 +98,7 @@ def _zero_constants(tile: RowsTile) -> str:
         return start + "".join(f"  z[{i}] = {v:#010x}u;\n" for i, v in enumerate(known)) + "}\n"
     outputs = ", ".join(f'"=&r"(z[{i}])' for i in range(_zero_count(tile)))
     found = three_zeros(3, tile.kind) if tile.bits == 3 else zero_text(tile.bits, tile.kind)
-    assembly = _numbered(found)
+    assembly = numbered(found)
     return f'{start}  asm("{assembly}" : {outputs} : "r"(pairs));\n}}\n'
 
 

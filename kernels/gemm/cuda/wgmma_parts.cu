@@ -2,9 +2,9 @@
 //
 // Tiles that do not fill the last wave have their K shared out evenly: float32 sums lie in a
 // workspace, the last program to arrive adds them in order, so that results do not depend on timing
-// (gluon/gluon_shares.py). Before this stand types and constants: NT rows of x, WGS warpgroups of 64
-// rows of w, BH 1; SPLIT programs of a cluster that share a tile's K (wgmma_rows.cu), 1: none;
-// IS_BF16.
+// (gluon/gluon_shares.py). shared_parts.cu and constants stand before this: NT rows of x, WGS
+// warpgroups of 64 rows of w, BH 1; SPLIT programs of a cluster that share a tile's K (wgmma_rows.cu),
+// 1: none.
 
 struct __align__(64) TensorMap { char bytes[128]; };
 struct Work { int M, N, m_tiles, n_tiles, blocks, groups, whole, together; };
@@ -18,7 +18,6 @@ struct Work { int M, N, m_tiles, n_tiles, blocks, groups, whole, together; };
 #else
 #define CLUSTERED
 #endif
-#define ONE __device__ __forceinline__
 
 ONE void bar_init(u32 bar, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
@@ -68,12 +67,6 @@ ONE void tma_store(const TensorMap *map, int column, int row, u32 from) {
 }
 ONE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 ONE void sync_warpgroup(int wg) { asm volatile("bar.sync %0, 128;" ::"r"(wg + 1) : "memory"); }
-ONE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-ONE u32 lds(u32 at) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
-  return v;
-}
 template <int N> ONE void keep(u32 (&a)[N]) {  // until here: wgmma reads them behind ptxas's back
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(a[i])::"memory");
@@ -90,15 +83,6 @@ ONE u32 pair(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
 #endif
   return v;
-}
-ONE float single(u16 bits) {
-#if IS_BF16
-  return __uint_as_float((u32)bits << 16);
-#else
-  float v;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
-  return v;
-#endif
 }
 
 // A program's tile, or its share of one: gluon/gluon_shares.py.

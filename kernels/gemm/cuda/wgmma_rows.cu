@@ -53,12 +53,8 @@ struct Words {
 #pragma unroll
     for (int p = 0; p < PLANES; p++)
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        u32 *q = w[p] + 4 * j;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(q[0]), "=r"(q[1]), "=r"(q[2]), "=r"(q[3])
-                     : "r"(at + p * HIGH * WORD_BYTES + j * 512 + lane * 16) : "memory");
-      }
+      for (int j = 0; j < 2; j++)
+        lds4(w[p] + 4 * j, at + p * HIGH * WORD_BYTES + j * 512 + lane * 16);
   }
   // 8 bits: nibbles of both planes to bytes, those of rows r in w[0], of rows r + 8 in w[1].
   ONE void join_planes() {
