@@ -15,14 +15,14 @@ from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.traffic import BLOCK_OF_TRACE, Arrival, at_rate, repeated
 
 RATE_STEP = 0.05
-"""Relative distance to which the highest rate is found."""
-MOST_TRIES = 12
-NEXT_LOWER, FAR_LOWER = 0.7, 0.4
-"""Of a rate that is too high, the next to try until one lasts: of the first ones, of later ones."""
+"""Relative distance of the rates that are tried: all are powers of the same number, so that engines
+have the same rate wherever the search for it began."""
+MOST_TRIES = 14
+NEXT, FARTHEST = 7, 56
+"""Steps from the first rate to the next to try (0.7 times as much), then twice as many each, at
+most so many (0.06 times), until one lasts and one does not."""
 FIRST_TRIES = 2
-"""Rates that are tried before requests far apart are, and before rates are lowered by more."""
-MORE = 0.02
-"""Relative distance above a rate to beat: what is nearer is not worth a search."""
+"""Rates that are tried before requests far apart are."""
 STEP_S = 2e-4
 """Seconds of work of a simulated step (0.22 ms of a core, 2026-11)."""
 GENERATIONS = 3
@@ -155,7 +155,7 @@ def highest_rate(
             cut = True
             raise
 
-    if above_per_s and not lasts((1 + MORE) * above_per_s):
+    if above_per_s and not lasts(_rate(_number(above_per_s) + 1)):
         return RateFound(
             rate_per_s=0.0, measure=lambda: measured_at(models, traffic, limits, above_per_s)
         )
@@ -184,40 +184,53 @@ def highest_lasting(
 ) -> tuple[float, float]:
     """Return the highest rate that lasts and itself, or 0 and the last tried where none was found.
 
-    Bisection from the rate `first` on, to RATE_STEP; none above `most` is tried. `kept_far_apart`:
-    whether requests are within the limits far apart, asked once where the first rates are too high:
-    if not, no rate is. A `TimeoutError` of either ends the search if there is a rate by then.
+    Of rates that are RATE_STEP apart, by bisection that begins near `first`; none above `most` is
+    tried. `kept_far_apart`: whether requests are within the limits far apart, asked once where the
+    first rates are too high: if not, no rate is. A `TimeoutError` of either ends the search if
+    there is a rate by then.
 
     `is_near`: `first` is thought to be near that rate, so steps up or down are short at first.
-    `above`: only rates above it are of interest. One by MORE above is tried first, and none more if
-    that does not last.
+    `above`: only rates above it are of interest. The next one is tried first, and none more if that
+    does not last.
     """
-    low, high, rate = 0.0, math.inf, first
-    step = 1 + RATE_STEP if above or is_near else 1 / NEXT_LOWER
+    top = _number(most)
+    at, step = min(top, _number(first)), 1 if above or is_near else NEXT
     if above:
-        rate = (1 + MORE) * above
-        if rate > most:
+        at = _number(above) + 1
+        if at > top:
             return 0.0, most
+    low: int | None = None
+    high = top + 1
     for tries in range(MOST_TRIES):
         try:
-            found = lasts(rate)
-            if not (found or low) and (
-                above or (tries == FIRST_TRIES and not kept_far_apart(rate))
+            found = lasts(_rate(at))
+            if not (found or low is not None) and (
+                above or (tries == FIRST_TRIES and not kept_far_apart(_rate(at)))
             ):
                 break
         except TimeoutError:
-            if low:
+            if low is not None:
                 break
             raise
-        low, high = (rate, high) if found else (low, rate)
-        if low >= most or (low and low >= (1 - RATE_STEP) * high):
+        low, high = (at, high) if found else (low, at)
+        if low is None:
+            at = high - step
+        elif high - low == 1:
             break
-        if low:
-            rate = min(most, low * step, (low + high) / 2)
         else:
-            rate = high / step if is_near or tries < FIRST_TRIES else high * FAR_LOWER
-        step = min(1 / NEXT_LOWER, step * step)
-    return low, low or rate
+            at = min(low + step, high - 1 if high > top else (low + high) // 2)
+        step = min(FARTHEST, 2 * step)
+    return (0.0, _rate(at)) if low is None else (_rate(low), _rate(low))
+
+
+def _rate(number: int) -> float:
+    """Return one of the rates that are tried."""
+    return float((1 - RATE_STEP) ** -number)
+
+
+def _number(rate: float) -> int:
+    """Return the number of the highest of the rates that are tried that is not above a rate."""
+    return math.floor(-math.log(rate) / math.log(1 - RATE_STEP) + 1e-6)
 
 
 class _Known(Exception):  # noqa: N818

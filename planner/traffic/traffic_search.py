@@ -29,7 +29,6 @@ from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic
 from llmpq.planner.traffic.rates import (
     GENERATIONS,
-    MORE,
     RATE_STEP,
     RateFound,
     highest_rate,
@@ -507,7 +506,7 @@ def _best_sum(search: _Search) -> list[Vector]:
         rates |= known | open_
         most, chosen = search.vectors.most_rows(rates)
         new = [v for v in chosen if v in open_ or v not in known]
-        if not new or most <= (1 + MORE) * least or search.left_s() < 0:
+        if not new or most <= (1 + RATE_STEP / 2) * least or search.left_s() < 0:
             return best
         v = max(new, key=lambda one: rates[one])
         number = sum(likes[one] == likes[v] for one in chosen)

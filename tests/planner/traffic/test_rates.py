@@ -24,31 +24,50 @@ from llmpq.traffic import Arrival, at_rate, poisson_traffic
 pytestmark = pytest.mark.pure
 
 
+STEP = 1 / (1 - RATE_STEP)
+
+
 @pytest.mark.parametrize(
     ("first", "most", "highest", "tried"),
     [
         # As many as full engines end last: nothing more to look for.
-        (10, 10, math.inf, [10]),
-        # Too high: 0.7 times as many twice, then 0.4 times as many; then halves of what is between.
-        (100, 100, 9, [100, 70, 49, 19.6, 7.84, 11.2, 9.52, 8.68, 9.1]),
-        # The guess lasts: up by 1 / 0.7, not above the most there can be.
-        (10, 13, math.inf, [10, 13]),
-        (10, 100, 12, [10, 10 / 0.7, 12.142857, 11.071428, 11.607142]),
+        (0, 0, 9, [0]),
+        # Too high: 7, 14, 28 steps lower; then halves of what is between.
+        (0, 0, -47, [0, -7, -21, -49, -35, -42, -46, -48, -47]),
+        # The guess lasts: up by 7 steps, not above the most there can be.
+        (0, 5, 9, [0, 5]),
+        (0, 50, 3, [0, 7, 3, 5, 4]),
     ],
 )
 def test_rates_are_tried_in_this_order(
-    first: float, most: float, highest: float, tried: list[float]
+    first: int, most: int, highest: int, tried: list[int]
 ) -> None:
     asked = []
 
     def lasts(rate: float) -> bool:
-        asked.append(rate)
-        return rate <= highest
+        asked.append(math.log(rate, STEP))
+        return rate <= 1.001 * STEP**highest
 
-    found, _ = highest_lasting(lasts, lambda _: True, first=first, most=most)
+    found, _ = highest_lasting(lasts, lambda _: True, first=STEP**first, most=STEP**most)
     assert asked == pytest.approx(tried)
-    assert found == max(rate for rate in asked if rate <= highest)
-    assert found >= (1 - RATE_STEP) * min(highest, most)
+    assert found == pytest.approx(STEP ** min(highest, most))
+
+
+def test_engines_have_the_same_rate_wherever_the_search_for_it_began() -> None:
+    """And none that others have, too, is looked for above it."""
+    found = {
+        highest_lasting(
+            lambda rate: rate <= 3.3, lambda _: True, first=first, most=most, is_near=near
+        )[0]
+        for first in (0.01, 0.5, 3.2, 3.3, 3.4, 7.0, 90.0)
+        for most in (3.4, 20.0, 1000.0)
+        for near in (False, True)
+    }
+    assert len(found) == 1 and (1 - RATE_STEP) * 3.3 < min(found) <= 3.3
+    lasts = lambda rate: rate <= 3.3  # noqa: E731
+    for above, rate in ((min(found), 0.0), (0.99 * min(found), min(found)), (2.0, min(found))):
+        own = highest_lasting(lasts, lambda _: True, first=9.0, most=9.0, above=above)[0]
+        assert own == rate
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -64,7 +83,7 @@ def test_requests_far_apart_are_asked_once_where_three_rates_are_too_high(apart:
         return False
 
     assert highest_lasting(lasts, kept_far_apart, first=1.0, most=1.0)[0] == 0
-    assert asked == pytest.approx([0.49]) and len(rates) == (12 if apart else 3)
+    assert asked == pytest.approx([STEP**-21]) and len(rates) == (14 if apart else 3)
 
 
 @pytest.mark.parametrize(("late_at", "found"), [(1, None), (2, 10)])
@@ -83,7 +102,8 @@ def test_a_search_that_is_late_has_the_best_rate_so_far_or_none(
         with pytest.raises(TimeoutError):
             highest_lasting(lasts, lambda _: True, first=10, most=20)
     else:
-        assert highest_lasting(lasts, lambda _: True, first=10, most=20)[0] == found
+        rate, _ = highest_lasting(lasts, lambda _: True, first=10, most=20)
+        assert (1 - RATE_STEP) * found < rate <= found
 
 
 class _TenMsAToken(TimedStage):
