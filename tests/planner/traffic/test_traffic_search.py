@@ -447,9 +447,9 @@ def test_a_rate_beside_which_no_higher_ones_were_tried_is_said_to_be_the_least(
     traffic, limits = _even(20), ServiceLimits(tpot_s=1.0)
     model = _model("t4", 8)
     found = highest_rate([model], traffic.arrivals, limits, guess_per_s=0.01)
-    assert found.rate_per_s == 0.01 and found.cut
+    assert 0.0095 < found.rate_per_s <= 0.01 and found.cut
     line = highest_line(found.rate_per_s, replace(traffic, limits=limits), cut=found.cut)
-    assert line.startswith("highest rate: at least 0.01 requests/s, with 90% of the requests")
+    assert line.startswith("highest rate: at least 0.00989 requests/s, with 90% of the requests")
     tried.clear()
     monkeypatch.setattr(rates, "attained", lambda *_: True)
     assert not highest_rate([model], traffic.arrivals, limits, guess_per_s=0.01).cut
