@@ -77,11 +77,12 @@ CHANGES = {
 """Keys that are off where nothing is missed -> what they stand for."""
 
 
+QUANTIZATION = "config.json, quantization_config"
+"""Where a checkpoint says how it is quantised, in error messages."""
+SCHEMES = "llmpq_schemes"
+"""Metadata key of an Atom file: linear -> fields of its scheme, as JSON."""
 FP8_COLUMNS = 64
 """What the columns of a block of FP8 weights are a multiple of, where codes are kept."""
-
-BITSANDBYTES = tuple(f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
-"""What follows `NAME.weight.` in the name of what says how bitsandbytes quantised a weight."""
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 """Where a tensor's name says which layer it is of."""

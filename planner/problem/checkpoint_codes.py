@@ -26,21 +26,19 @@ from typing import Any, get_args
 
 from llmpq.checkpoints.gguf_file import GgufFile, open_gguf
 from llmpq.checkpoints.quantization_config import (
-    BITSANDBYTES,
     fp8_block,
     is_centred,
     is_kept_block,
     quantization_of,
 )
+from llmpq.checkpoints.stored_forms import StoredForm, integer_codes, stored_form
 from llmpq.families import FAMILIES
 from llmpq.families.common.record import AS_IT_IS
 from llmpq.models.model_spec import LinearShape, ModelSpec
 from llmpq.planner.problem.stored_precisions import (
-    AnyHeader,
+    Headers,
     Source,
-    group_size,
     headers_of,
-    integer_bits,
     is_gguf_file,
 )
 from llmpq.precision import Precision, WeightScheme, padded_k
@@ -261,10 +259,9 @@ def _table(name: str, linear: LinearShape, group: int) -> OwnCodes:
 class _Directory:
     """The headers of a safetensors checkpoint, asked for a layer's linears."""
 
-    def __init__(
-        self, held: Mapping[str, AnyHeader], described: Mapping[str, Any], spec: ModelSpec
-    ) -> None:
-        self._held = held
+    def __init__(self, headers: Headers, described: Mapping[str, Any], spec: ModelSpec) -> None:
+        held = headers.file_of
+        self._headers = headers
         self._described = described
         self._spec = spec
         self._names = FAMILIES[spec.family].names.used_in(held)
@@ -294,25 +291,20 @@ class _Directory:
 
     def _is_plain(self, name: str) -> bool:
         """Whether a tensor, or the one that a row is of, has floats."""
-        stored = self._header(name.partition("[")[0].removesuffix("^T"))
+        stored = self._headers.header(name.partition("[")[0].removesuffix("^T"))
         return stored is not None and stored[0] in PLAIN_DTYPES
-
-    def _header(self, name: str) -> tuple[str, list[int]] | None:
-        """Return a tensor's dtype and shape, None without it."""
-        held = self._held.get(name)
-        return None if held is None else (held.tensors[name]["dtype"], held.tensors[name]["shape"])
 
     def _floats(self, linear: LinearShape, stems: Sequence[str]) -> OwnCodes | None:
         """Return E4M3 codes of a linear whose pieces all have such."""
         block = fp8_block(self._described)
-        stored = [self._header(f"{stem}.weight") for stem in stems]
+        stored = [self._headers.header(f"{stem}.weight") for stem in stems]
         if not is_kept_block(block) or any(s is None or s[0] != "F8_E4M3" for s in stored):
             return None
         scales, shared = 0, self._names.arranged(f"{linear.name}.weight") == AS_IT_IS
         forms, by_row = set(), 1
         for stem, piece in zip(stems, stored, strict=True):
             names = (f"{stem}.weight_scale_inv", f"{stem}.weight_scale")
-            found = next((h for h in map(self._header, names) if h is not None), None)
+            found = next((h for h in map(self._headers.header, names) if h is not None), None)
             if found is None or piece is None:
                 return None
             scale, rows = found[1], piece[1][0]
@@ -330,47 +322,27 @@ class _Directory:
 
     def _tables(self, linear: LinearShape, stems: Sequence[str]) -> OwnCodes | None:
         """Return 4-bit codes of a linear whose pieces all have the same table."""
-        forms = {self._table_of(stem) for stem in stems}
-        name = forms.pop() if len(forms) == 1 else None
-        if name in ("mxfp4", "nvfp4"):
-            return _table(name, linear, MXFP4_GROUP if name == "mxfp4" else NVFP4_GROUP)
-        if name is None:
+        forms = {stored_form(stem, self._headers) for stem in stems}
+        form = forms.pop() if len(forms) == 1 else None
+        if form is None or not form.is_table:
             return None
-        headers = [self._header(f"{stem}.weight.absmax") for stem in stems]
+        if form in (StoredForm.MXFP4, StoredForm.NVFP4):
+            group = MXFP4_GROUP if form is StoredForm.MXFP4 else NVFP4_GROUP
+            return _table(form.value, linear, group)
+        headers = [self._headers.header(f"{stem}.weight.absmax") for stem in stems]
         blocks = sum(prod(header[1]) for header in headers if header is not None)
-        return _table(name, linear, linear.num_weights // blocks) if blocks else None
-
-    def _table_of(self, stem: str) -> str | None:
-        packed = self._header(f"{stem}.weight_packed")
-        if packed is not None and packed[0] == "U8":
-            return "nvfp4" if f"{stem}.weight_global_scale" in self._held else "mxfp4"
-        plain = self._header(f"{stem}.weight")
-        if plain is not None and plain[0] == "U8" and f"{stem}.weight_scale_2" in self._held:
-            return "nvfp4"
-        if f"{stem.partition('[')[0]}_blocks" in self._held:
-            return "mxfp4"
-        states = zip(("nf4", "fp4"), BITSANDBYTES, strict=True)
-        return next((name for name, end in states if f"{stem}.weight.{end}" in self._held), None)
+        return _table(form.value, linear, linear.num_weights // blocks) if blocks else None
 
     def _integers(self, linear: LinearShape, stems: Sequence[str]) -> OwnCodes | None:
         """Return integers in groups that kernels take."""
-        names = [f"{stem}.{kind}" for stem in stems for kind in ("weight_packed", "qweight")]
-        names = [name for name in names if name in self._held]
-        if len(names) != len(stems):
+        if any(stored_form(stem, self._headers) is not StoredForm.INTEGERS for stem in stems):
             return None
-        forms = {
-            (
-                integer_bits(self._held, name, self._described),
-                group_size(self._held, name, self._described),
-            )
-            for name in names
-        }
-        if len(forms) > 1:
+        found = [integer_codes(stem, self._headers, self._described) for stem in stems]
+        forms = {(codes.bits, codes.group_size) for codes in found}
+        bits, size = forms.pop()
+        if forms or not bits or size is None:
             return None
-        ((bits, size),) = forms
-        if bits is None or size is None:
-            return None
-        zeros = any(f"{stem}.weight_zero_point" in self._held for stem in stems)
+        zeros = any(f"{stem}.weight_zero_point" in self._headers.file_of for stem in stems)
         centred = is_centred(self._described, zeros)
         scheme = WeightScheme(bits=bits, group_size=size or None, symmetric=centred)
         n, k = linear.out_features, linear.in_features

@@ -2,14 +2,13 @@
 
 Reads config.json and the headers of the safetensors files, no weights; where there are no files,
 what config.json says stands for their headers (described_headers.py). The names of a layer's
-tensors tell its form, as runtime/weights/quantized_checkpoint.py lists them:
+tensors tell its form (llmpq/checkpoints/stored_forms.py):
 
-    weight_packed, qweight    weights only: their bits with 16-bit activations
-    weight int8 with a scale  w8a8
-    codes                     Atom: bits of weights and activations in the file's metadata
-    weight float8 (E4M3)      w8a16, the codes kept; or any other, made of their numbers
-    MXFP4, NVFP4, 4 bits of   w4a16, the codes kept; or any other
-    bitsandbytes
+    integers                  weights only: their bits with 16-bit activations
+    int8                      w8a8
+    Atom                      bits of weights and activations in the file's metadata
+    FP8 (E4M3)                w8a16, the codes kept; or any other, made of their values
+    MXFP4, NVFP4, NF4, FP4    w4a16, the codes kept; or any other
     none of these             unquantised: 16 bits, or rounded while it loads; so are integers in
                               groups or orders that no kernel takes. Beside integers or E4M3 that a
                               layer keeps: as it is
@@ -41,19 +40,26 @@ from typing import Any, TypeGuard
 
 from llmpq.checkpoints.gguf_file import GgufFile, is_gguf, open_gguf
 from llmpq.checkpoints.quantization_config import (
-    BITSANDBYTES,
     LAYER,
+    SCHEMES,
     fp8_block,
     is_centred,
     is_kept_block,
     quantization_of,
     require_read,
-    stated_group,
+)
+from llmpq.checkpoints.stored_forms import (
+    GROUPS,
+    PACKED,
+    QWEIGHT,
+    StoredForm,
+    integer_codes,
+    quantised_linears,
+    stored_form,
 )
 from llmpq.checkpoints.tensor_names import SINGLE, index_of
 from llmpq.devices.cluster import Device
 from llmpq.errors import shortened
-from llmpq.families.common.config_values import size
 from llmpq.file_form import read_json
 from llmpq.models.model_spec import ModelSpec
 from llmpq.planner.problem.described_headers import (
@@ -153,13 +159,8 @@ def stored_in_gguf(file: GgufFile, num_layers: int) -> tuple[StoredLayer, ...] |
     )
 
 
-QUANTIZATION = "config.json, quantization_config"
-SCHEMES = "llmpq_schemes"
-"""Metadata key of an Atom file: linear -> fields of its scheme, as JSON."""
-GROUP = 128
-"""Weights that share a scale in our kernels."""
-SMALL = (64, 32)
-"""... and where a checkpoint's codes say so."""
+GROUP, *SMALL = GROUPS
+"""Weights that share a scale on the usual grid, and where a checkpoint's codes say so."""
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library allows."""
 
@@ -187,6 +188,23 @@ class Header:
 AnyHeader = Header | DescribedHeader
 
 
+@dataclass(frozen=True)
+class Headers:
+    """The tensors of a checkpoint, by the headers of its files."""
+
+    file_of: Mapping[str, AnyHeader]
+    """Tensor -> the header of the file that holds it."""
+
+    def header(self, name: str) -> tuple[str, list[int]] | None:
+        """Return a tensor's dtype and shape, None without it."""
+        file = self.file_of.get(name)
+        return None if file is None else (file.tensors[name]["dtype"], file.tensors[name]["shape"])
+
+    def whole_numbers(self, name: str) -> list[int]:
+        """Return the values of a small tensor of integers."""
+        return self.file_of[name].whole_numbers(name)
+
+
 def stored_layers(
     source: Source, spec: ModelSpec, *, kept: Quantization | None = None
 ) -> tuple[StoredLayer, ...] | None:
@@ -201,12 +219,11 @@ def stored_layers(
         return None
     require_read(described, label_of(source))
     small = SMALL if kept is not None and kept.group_size in SMALL else ()
-    file_of = headers_of(source, spec)
+    headers = headers_of(source, spec)
     found: dict[int, set[Precision]] = {}
-    for layer, precision in _quantised(file_of, described, small):
+    for layer, precision in _quantised(headers, described, small):
         found.setdefault(layer, set()).add(precision)
-    coded = dict.fromkeys(_table_layers(file_of), Precision.W4A16)
-    coded |= dict.fromkeys(_fp8_layers(file_of, described), Precision.W8A16)
+    coded = dict(_own_codes(headers, described))
     made = (
         _layer(label_of(source), i, found.get(i, set()), coded.get(i, Precision.W16A16))
         for i in range(spec.num_layers)
@@ -219,71 +236,27 @@ def small_groups(source: Source, spec: ModelSpec) -> Quantization | None:
     described = quantization_of(source) or {}
     if described.get("quant_method") not in ("gptq", "awq", "compressed-tensors"):
         return None
-    file_of = headers_of(source, spec)
+    headers = headers_of(source, spec)
     sizes, has_zeros = set(), False
-    for name in file_of:
-        stem, _, kind = name.rpartition(".")
-        if kind in ("weight_packed", "qweight") and LAYER.search(name):
-            sizes.add(group_size(file_of, name, described))
-            has_zeros |= f"{stem}.weight_zero_point" in file_of
+    for name, stem, form in quantised_linears(headers.file_of, headers):
+        if form is StoredForm.INTEGERS and LAYER.search(name):
+            sizes.add(integer_codes(stem, headers, described).group_size)
+            has_zeros |= f"{stem}.weight_zero_point" in headers.file_of
     size = sizes.pop() if len(sizes) == 1 else None
     if size not in SMALL:
         return None
     return Quantization(group_size=size, symmetric=is_centred(described, has_zeros))
 
 
-def group_size(
-    file_of: Mapping[str, AnyHeader], name: str, described: Mapping[str, Any]
-) -> int | None:
-    """Return how many weights share a scale in a linear of integers, by the name of its codes.
-
-    0 for a whole row; None for groups of other sizes, in another order, or that nothing tells.
-    """
-    stem, _, kind = name.rpartition(".")
-    ordered = described.get("desc_act") or f"{stem}.weight_g_idx" in file_of
-    bits = None if ordered else integer_bits(file_of, name, described)
-    if bits is None:
-        return None
-    if kind == "qweight":
-        awq, rows = described["quant_method"] == "awq", file_of[name].tensors[name]["shape"][0]
-        k = rows if awq else rows * 32 // bits
-        groups = _groups(file_of, f"{stem}.scales", 0)
-    else:
-        k = _in_features(file_of, stem)
-        groups = _groups(file_of, f"{stem}.weight_scale", 1)
-    found = [each for each in (GROUP, *SMALL) if k and groups == -(-k // each)]
-    return found[0] if found else 0 if groups == 1 else None
-
-
-def integer_bits(
-    file_of: Mapping[str, AnyHeader], name: str, described: Mapping[str, Any]
-) -> int | None:
-    """Return the bits of a linear's integers, by the name of its codes; None for other codes."""
-    stem, _, kind = name.rpartition(".")
-    if file_of[name].tensors[name]["dtype"] == "U8":
-        return None
-    if kind == "qweight":
-        awq = described["quant_method"] == "awq"
-        return 4 if awq else size(described, "bits", where=QUANTIZATION)
-    k = _in_features(file_of, stem)
-    return file_of[name].tensors[name]["shape"][1] * 32 // k if k else None
-
-
-def _in_features(file_of: Mapping[str, AnyHeader], stem: str) -> int:
-    """Return K of a compressed-tensors linear of integers; 0 where nothing tells."""
-    shape = f"{stem}.weight_shape"
-    return file_of[shape].whole_numbers(shape)[1] if shape in file_of else 0
-
-
-def headers_of(source: Source, spec: ModelSpec) -> Mapping[str, AnyHeader]:
-    """Return every tensor's header, by its name; of a model without files what its config says."""
+def headers_of(source: Source, spec: ModelSpec) -> Headers:
+    """Return the headers of a model's files; of one without files what its config says."""
     described = quantization_of(source)
     files = [] if isinstance(source, Mapping) else _files(Path(source))
     whole = all(file.exists() for file in files)
     if described is not None and (not files or (not whole and is_described(described))):
-        return described_headers(spec, described, label_of(source))
-    headers = map(_read_header, files)
-    return {name: header for header in headers for name in header.tensors}
+        return Headers(described_headers(spec, described, label_of(source)))
+    read = map(_read_header, files)
+    return Headers({name: header for header in read for name in header.tensors})
 
 
 def tells_layers(source: Source) -> bool:
@@ -359,17 +332,17 @@ def _require_entry(name: str, entry: Any) -> None:
 
 
 def _quantised(
-    file_of: Mapping[str, AnyHeader], described: Mapping[str, Any], small: Sequence[int]
+    headers: Headers, described: Mapping[str, Any], small: Sequence[int]
 ) -> Iterator[tuple[int, Precision]]:
     """Yield layer and precision of every quantised linear; its tensors may be in several files."""
-    for name, header in file_of.items():
+    for name, file in headers.file_of.items():
         layer = LAYER.search(name)
         if layer is not None:
             try:
-                precision = _precision(file_of, name, described, small)
+                precision = _precision(headers, name, described, small)
             except (KeyError, TypeError, IndexError, ZeroDivisionError, json.JSONDecodeError):
                 raise ValueError(
-                    f"'{header.path}' does not say how '{name}' is quantised; get the file anew, "
+                    f"'{file.path}' does not say how '{name}' is quantised; get the file anew, "
                     "or quantise the model with llmpq-quantize"
                 ) from None
             if precision is not None:
@@ -377,74 +350,44 @@ def _quantised(
 
 
 def _precision(
-    file_of: Mapping[str, AnyHeader], name: str, described: Mapping[str, Any], small: Sequence[int]
+    headers: Headers, name: str, described: Mapping[str, Any], small: Sequence[int]
 ) -> Precision | None:
     """Return the precision that a tensor stands for; None for one that tells nothing."""
-    header = file_of[name]
     stem, _, kind = name.rpartition(".")
     if kind == "codes":
-        scheme = json.loads(header.metadata[SCHEMES])[LAYER.sub("", stem.removeprefix("llmpq"))]
+        stated = json.loads(headers.file_of[name].metadata[SCHEMES])
+        scheme = stated[LAYER.sub("", stem.removeprefix("llmpq"))]
         return _named(name, scheme["weight_bits"], scheme["activation_bits"])
-    if kind == "weight_packed":
-        if header.tensors[name]["dtype"] == "U8" or f"{stem}.weight_g_idx" in file_of:
-            return None
-        shape = f"{stem}.weight_shape"
-        in_features = file_of[shape].whole_numbers(shape)[1]
-        if _is_foreign(_groups(file_of, f"{stem}.weight_scale", 1), in_features, small):
-            return None
-        return _named(name, header.tensors[name]["shape"][1] * 32 // in_features)
-    if kind == "qweight":
-        awq = described["quant_method"] == "awq"
-        bits = 4 if awq else size(described, "bits", where=QUANTIZATION)
-        rows = header.tensors[name]["shape"][0]
-        groups = _groups(file_of, f"{stem}.scales", 0)
-        k = rows if awq else rows * 32 // bits
-        odd = groups not in (None, 1) and (stated_group(described) or GROUP) not in (GROUP, *SMALL)
-        if odd or described.get("desc_act") or _is_foreign(groups, k, small):
-            return None
-        return _named(name, bits)
-    if kind == "weight" and header.tensors[name]["dtype"].startswith("F8"):
-        return None  # of `_fp8_layers`
-    if kind == "weight" and f"{stem}.weight_scale_2" in file_of:
-        return None  # of `_table_layers`
-    if kind == "weight" and f"{stem}.weight_scale" in file_of:
-        _require_int8(name, header.tensors[name]["dtype"])
+    if kind not in ("weight", PACKED.codes, QWEIGHT.codes):
+        return None
+    form = stored_form(stem, headers)
+    if form is StoredForm.INT8:
+        _require_int8(name, headers.file_of[name].tensors[name]["dtype"])
         return Precision.W8A8
-    return None
+    if form is not StoredForm.INTEGERS:  # floats, or of `_own_codes`
+        return None
+    codes = integer_codes(stem, headers, described)
+    if codes.is_ordered:
+        return None
+    if not codes.in_features:
+        raise KeyError(f"{stem}.weight_shape")
+    known = codes.groups is None or codes.group_size in (0, GROUP, *small)
+    return _named(name, codes.bits) if known else None
 
 
-def _table_layers(file_of: Mapping[str, AnyHeader]) -> set[int]:
-    """Return the layers with 4-bit codes of a table, which one of 4 bits keeps."""
-    ends = ("_blocks", ".weight_packed", *(f".weight.{name}" for name in BITSANDBYTES))
-    found = set()
-    for name, header in file_of.items():
+def _own_codes(headers: Headers, described: Mapping[str, Any]) -> Iterator[tuple[int, Precision]]:
+    """Yield the layers with codes of a table or of E4M3, and the precision that keeps them."""
+    fp8 = set()
+    for name, _, form in quantised_linears(headers.file_of, headers):
         layer = LAYER.search(name)
-        nvfp4 = name.endswith(".weight") and f"{name}_scale_2" in file_of
-        if layer is not None and (nvfp4 or name.endswith(ends)):
-            found |= {int(layer[1])} if header.tensors[name]["dtype"] == "U8" else set()
-    return found
-
-
-def _fp8_layers(file_of: Mapping[str, AnyHeader], described: Mapping[str, Any]) -> set[int]:
-    """Return the layers with linears in E4M3, whose codes an 8-bit layer keeps."""
-    found = set()
-    for name, header in file_of.items():
-        layer = LAYER.search(name)
-        if layer is not None and (name.endswith(".weight") or f"{name}_scale_inv" in file_of):
-            found |= {int(layer[1])} if header.tensors[name]["dtype"] == "F8_E4M3" else set()
-    return found if is_kept_block(fp8_block(described)) else set()
-
-
-def _groups(file_of: Mapping[str, AnyHeader], scales: str, dimension: int) -> int | None:
-    """Return how many groups a matrix has, None where its scales are not there to tell."""
-    found = file_of.get(scales)
-    return None if found is None else int(found.tensors[scales]["shape"][dimension])
-
-
-def _is_foreign(groups: int | None, in_features: int, small: Sequence[int]) -> bool:
-    """Whether a plan does not have the groups, so that codes become numbers when they are read."""
-    known = (-(-in_features // size) for size in (GROUP, *small))
-    return groups is not None and groups not in (1, *known)
+        if layer is None:
+            continue
+        if form.is_table:
+            yield int(layer[1]), Precision.W4A16
+        elif headers.file_of[name].tensors[name]["dtype"] == "F8_E4M3":
+            fp8.add(int(layer[1]))
+    if is_kept_block(fp8_block(described)):
+        yield from ((layer, Precision.W8A16) for layer in fp8)
 
 
 def _require_int8(name: str, dtype: str) -> None:

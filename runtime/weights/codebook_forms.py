@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.checkpoints.quantization_config import BITSANDBYTES
+from llmpq.checkpoints.stored_forms import BITSANDBYTES, StoredForm, state_of
 from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook, scale_values
 from llmpq.kernels.weights.codebook_weight import CodebookWeight, of_pairs
 from llmpq.kernels.weights.fp8_weight import in_range
@@ -29,19 +29,13 @@ from llmpq.runtime.weights.sources import ROW
 
 Read = Callable[[str], Tensor]
 """A tensor of the checkpoint by its own name."""
-STATES = dict(zip(BITSANDBYTES, (Codebook.NF4, Codebook.FP4), strict=True))
-"""Last parts of the names of what says how bitsandbytes quantised a weight."""
-BESIDE = (*STATES, "absmax", "quant_map", "nested_absmax", "nested_quant_map")
+CODEBOOKS = {StoredForm.NF4: Codebook.NF4, StoredForm.FP4: Codebook.FP4}
+"""Of bitsandbytes' forms."""
+BESIDE = (*BITSANDBYTES.values(), "absmax", "quant_map", "nested_absmax", "nested_quant_map")
 """What may stand behind `NAME.weight.`"""
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 WHOLE = 2.0**-11
 """Of a row's largest scale: what one that float16 rounds coarser may be off by."""
-
-
-def state_of(stem: str, held: Mapping[str, str]) -> str | None:
-    """Return what a bitsandbytes checkpoint calls the state of a weight; None where it has none."""
-    names = (f"{stem}.weight.{last}" for last in STATES)
-    return next((name for name in names if name in held), None)
 
 
 def is_bitsandbytes(name: str, expected: Collection[str]) -> bool:
@@ -52,27 +46,24 @@ def is_bitsandbytes(name: str, expected: Collection[str]) -> bool:
 
 def stored_codebook(
     name: str,
-    form: str | None,
+    form: StoredForm | None,
     held: Mapping[str, str],
     readers: tuple[Read, Callable[[str, int], Tensor]],
     dtype: torch.dtype,
 ) -> CodebookWeight | None:
     """Return a tensor's codes where they stand for values of a table.
 
-    `readers`: of tensors, and of rows of their first dimension. `form`: quantized_checkpoint.py's.
+    `readers`: of tensors, and of rows of their first dimension.
     """
+    if form is None or not form.is_table:
+        return None
     read, read_row = readers
-    row = ROW.fullmatch(name)
+    row, stem = ROW.fullmatch(name), name.removesuffix(".weight")
     if row is not None:
-        kept = f"{row['name']}_blocks" in held
-        if not kept:
-            return None
         return bounded(expert_weight(row["name"], int(row["index"]), read_row), dtype)
-    stem = name.removesuffix(".weight")
-    if form == "fp4":
-        return bounded(fp4_weight(stem, held, read), dtype)
-    found = bitsandbytes_weight(stem, held, read, dtype) if form == "bitsandbytes" else None
-    return None if found is None else bounded(found, dtype)
+    if form in CODEBOOKS:
+        return bounded(bitsandbytes_weight(stem, held, read, dtype), dtype)
+    return bounded(fp4_weight(stem, held, read), dtype)
 
 
 def bounded(weight: CodebookWeight, dtype: torch.dtype) -> CodebookWeight:
@@ -117,9 +108,10 @@ def bitsandbytes_weight(
     stem: str, held: Mapping[str, str], read: Read, dtype: torch.dtype
 ) -> CodebookWeight:
     """Return a linear's NF4 or FP4 codes; scales are float16, or float32 of a float32 stage."""
-    name = state_of(stem, held)
-    assert name is not None
-    codebook = STATES[name.removeprefix(f"{stem}.weight.")]
+    found = state_of(stem, held)
+    assert found is not None
+    form, name = found
+    codebook = CODEBOOKS[form]
     state = _state(name, read(name))
     (n, k), group = state["shape"], state["blocksize"]
     # Stored as bytes, or as the same bytes in another type's name (bnb_4bit_quant_storage).

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from llmpq.checkpoints.quantization_config import layout_of, stated_group
+from llmpq.checkpoints.stored_forms import PACKED, integer_fields
 from llmpq.kernels.weights.fp8_weight import Fp8Weight, fp8_weight
 from llmpq.kernels.weights.integer_values import (
     values_of_awq,
@@ -127,13 +128,9 @@ def integer_values(
     stem: str, held: Mapping[str, str], read: Read, described: Mapping[str, Any], bits: int
 ) -> Tensor:
     """Return float32 [N, K] of integer codes in groups of any size and order."""
-    fields = (
-        ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-        if f"{stem}.weight_packed" in held
-        else ("qweight", "scales", "qzeros", "g_idx")
-    )
-    tensors = {field: read(f"{stem}.{field}") for field in fields if f"{stem}.{field}" in held}
-    if "weight_packed" in tensors:
+    fields = integer_fields(stem, held)
+    tensors = {field: read(f"{stem}.{field}") for field in fields.of(stem, held)}
+    if fields is PACKED:
         return values_of_packed(tensors, bits=bits)
     # One group of all channels has one scale, whatever the size that is said.
     one = tensors["scales"].shape[0] == 1

@@ -1,22 +1,17 @@
 """Checkpoints that come quantised: compressed-tensors, GPTQ, AWQ, and Atom's own form.
 
-What a tensor is called tells its form, so that every layer may have another one:
+The names of a linear's tensors tell its form (llmpq/checkpoints/stored_forms.py), so that every
+layer may have another one:
 
-    NAME.weight_packed             compressed-tensors, pack-quantized: weight_scale, weight_shape
-                                   and, if asymmetric, weight_zero_point beside it
-    NAME.weight int8               compressed-tensors, int-quantized: weight_scale [N, 1]; inputs
-                                   are rounded per token (w8a8)
-    codebook_forms.py              MXFP4, NVFP4 and bitsandbytes' 4 bits: kept where a layer has
-                                   4 or 8 bits
-    float_forms.py                 FP8, MXFP4, NVFP4, integers in other groups or orders: values,
-                                   which the plan's precision rounds as it would the original's;
-                                   FP8 at 8 bits or beside integers, and small groups of the
-                                   plan's, stay codes
-    NAME.qweight                   GPTQ or AWQ, as config.json says: qzeros, scales, g_idx
+    INTEGERS                       kept in groups that the plan's grid has, else read as values
+    INT8                           kept; inputs are rounded per token (w8a8)
+    MXFP4, NVFP4, NF4, FP4         kept where a layer has 4 or 8 bits (codebook_forms.py)
+    FP8                            kept at 8 bits or beside integers (float_forms.py)
     llmpq.layers.I.LINEAR.codes    Atom (atom_weight.py): scale, outliers, outlier_scale,
                                    index_K; schemes in the file's metadata; the layer's norms and
                                    biases are llmpq.layers.I.PART, its channels already reordered
 
+What is read as values is rounded to the plan's precision as the original's would be.
 Linears come as QuantizedWeight, AtomWeight, Fp8Weight or CodebookWeight, those of 16 bits beside
 integers or FP8 codes that a layer keeps as DenseWeight, all else as tensors.
 N = out, K = in_features.
@@ -29,7 +24,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,18 +32,27 @@ from torch import Tensor
 from llmpq.checkpoints.gguf_file import is_gguf
 from llmpq.checkpoints.quantization_config import (
     LAYER,
+    QUANTIZATION,
+    SCHEMES,
     fp8_block,
     is_centred,
     is_kept_block,
     layout_of,
     quantization_of,
     require_read,
-    stated_group,
 )
-from llmpq.families.common.config_values import section, size
+from llmpq.checkpoints.stored_forms import (
+    IntegerCodes,
+    StoredForm,
+    integer_codes,
+    integer_fields,
+    quantised_linears,
+    stored_form,
+)
+from llmpq.families.common.config_values import section
 from llmpq.families.common.record import AS_IT_IS
 from llmpq.kernels.formats.codebooks import Codebook
-from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
+from llmpq.kernels.formats.weight_layout import GROUP, Layout
 from llmpq.kernels.weights.atom_weight import AtomWeight
 from llmpq.kernels.weights.codebook_weight import CodebookWeight, ordered, serves_codebooks
 from llmpq.kernels.weights.dense_weight import DenseWeight
@@ -60,12 +64,7 @@ from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme
 from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.weights.atom_form import atom_parts, channel_weight, is_field
-from llmpq.runtime.weights.codebook_forms import (
-    is_bitsandbytes,
-    state_of,
-    stored_codebook,
-    table_of,
-)
+from llmpq.runtime.weights.codebook_forms import is_bitsandbytes, stored_codebook, table_of
 from llmpq.runtime.weights.cut_parts import NO_CUTS, Cuts, cut_parts, cut_weights
 from llmpq.runtime.weights.float_forms import (
     fp8_codes,
@@ -105,13 +104,7 @@ FIELDS = frozenset(DTYPES) | {
 """Last parts of the names of a quantised linear's tensors; those of its inputs are not used."""
 OF_EXPERTS = ("_blocks", "_scales", "_scale_inv", "_activation_scale")
 """What such names end in where one tensor holds all experts of a layer."""
-ValueForm = Literal["bitsandbytes", "fp4", "fp8", "integers"]
-"""Codes that are read as values."""
 _log = logging.getLogger("llmpq.weights")
-SCHEMES = "llmpq_schemes"
-"""Metadata key of an Atom file: linear -> fields of its AtomScheme, as JSON."""
-QUANTIZATION = "config.json, quantization_config"
-"""Where a checkpoint says how it is quantised, in error messages."""
 
 
 def open_checkpoint(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
@@ -188,15 +181,11 @@ class QuantizedCheckpoint(CheckpointSource):
 
     def has_values(self) -> bool:
         """Whether all linears are read as values where no codes are to be kept."""
-        integers = ("I8", "I32")
-        stems = {name.rpartition(".")[0] for name in self.file_of if LAYER.search(name)}
-        kept = (name for name in self.file_of if name.startswith(ATOM_ROOT))
-        return next(kept, None) is None and not any(
-            self._form(stem) is None and self._header(name)[0] in integers
-            for stem in stems
-            for name in (f"{stem}.weight", f"{stem}.weight_packed", f"{stem}.qweight")
-            if name in self.file_of
-        )
+        if any(name.startswith(ATOM_ROOT) for name in self.file_of):
+            return False
+        names = filter(LAYER.search, self.file_of)
+        stems = (stem for _, stem, _ in quantised_linears(names, self))
+        return not any(map(self._is_packed, stems))
 
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
         """Read one decoder layer's parts, its linears packed."""
@@ -265,7 +254,7 @@ class QuantizedCheckpoint(CheckpointSource):
     def _table(self, name: str, dtype: torch.dtype) -> CodebookWeight | None:
         """Return a tensor's codes where they stand for values of a table."""
         stem = name.removesuffix(".weight")
-        form = self._form(stem) if name.endswith(".weight") else None
+        form = stored_form(stem, self) if stem != name or ROW.fullmatch(name) else None
         return stored_codebook(name, form, self.file_of, (super().read, self._row), dtype)
 
     def _keeps_fp8(self, name: str) -> bool:
@@ -291,17 +280,17 @@ class QuantizedCheckpoint(CheckpointSource):
     def _integers(self) -> dict[int, str]:
         """Return one linear of integers of each layer that has such."""
         found: dict[int, str] = {}
-        for name in self.file_of:
-            stem, _, kind = name.rpartition(".")
-            number = LAYER.search(name) if kind in ("weight_packed", "qweight") else None
-            if number is not None and self._header(name)[0] == "I32":
+        for name, stem, form in quantised_linears(self.file_of, self):
+            number = LAYER.search(name)
+            if number is not None and form is StoredForm.INTEGERS:
                 found.setdefault(int(number[1]), stem)
         return found
 
     def _is_fp8(self, name: str) -> bool:
         """Whether a tensor, or the one that a row is of, is stored as FP8 codes."""
         stored = stored_name(name)
-        return stored in self.file_of and self._header(stored)[0] == "F8_E4M3"
+        found = self.header(stored)
+        return found is not None and found[0] == "F8_E4M3"
 
     def _fp8(
         self, part: str, stems: list[str], shape: tuple[int, ...], dtype: torch.dtype
@@ -323,8 +312,10 @@ class QuantizedCheckpoint(CheckpointSource):
 
     def _is_packed(self, stem: str) -> bool:
         """Whether a linear's codes are kept as they are."""
-        kinds = ("weight_scale", "qweight")
-        return self._form(stem) is None and any(f"{stem}.{k}" in self.file_of for k in kinds)
+        form = stored_form(stem, self)
+        if form is StoredForm.INTEGERS:
+            return self._keeps(stem)
+        return form is StoredForm.INT8
 
     def read(self, name: str, dtypes: Collection[torch.dtype] | None = None) -> Tensor:
         """Return one tensor by its own name; values where it is stored as codes of those."""
@@ -333,17 +324,17 @@ class QuantizedCheckpoint(CheckpointSource):
             whole = self._fp8_values(name.removesuffix(TRANSPOSED))
             return whole.t() if row["transposed"] else whole
         stem, _, last = name.removesuffix(TRANSPOSED).rpartition(".")
-        if name.endswith(f".weight{TRANSPOSED}") and self._form(stem) is not None:
-            name = name.removesuffix(TRANSPOSED)
-        form = self._form(stem) if last == "weight" else None
-        if form == "fp8":
+        form = stored_form(stem, self) if last == "weight" else None
+        if form is StoredForm.FP8:
             return self._fp8_values(stem)
+        codes = form is not None and not self._is_packed(stem)
+        name = name.removesuffix(TRANSPOSED) if codes else name  # are [N, K] anyway
         try:
             table = self._table(name, torch.float32)
             if table is not None:
                 return table.dequantize(torch.float32)
-            if form == "integers":
-                bits = self._bits(stem)
+            if codes:
+                bits = self._integer_codes(stem).bits
                 return integer_values(stem, self.file_of, self._read, self._described, bits)
         except ValueError as error:
             raise ValueError(f"'{self.directory}', {stem}: {error}") from None
@@ -355,76 +346,44 @@ class QuantizedCheckpoint(CheckpointSource):
         except ValueError as error:
             raise ValueError(f"'{self.directory}', {stem}: {error}") from None
 
-    def _form(self, stem: str) -> ValueForm | None:
-        """Return the codes that a linear is stored as, to be read as values; None where it is
-        stored as values, or its codes are kept."""
-        packed, weight = f"{stem}.weight_packed", f"{stem}.weight"
-        if weight in self.file_of and state_of(stem, self.file_of) is not None:
-            return "bitsandbytes"
-        if weight in self.file_of:
-            stored = self._header(weight)[0]
-            if stored == "U8" and f"{stem}.weight_scale_2" in self.file_of:
-                return "fp4"
-            return "fp8" if stored.startswith("F8") else None
-        if packed in self.file_of and self._header(packed)[0] == "U8":
-            return "fp4"
-        codes = packed if packed in self.file_of else f"{stem}.qweight"
-        if codes not in self.file_of:
-            return None
-        return "integers" if self._is_foreign(stem, codes) else None
-
-    def _is_foreign(self, stem: str, codes: str) -> bool:
-        """Whether codes have groups or an order that no kernel takes (stored_precisions.py)."""
-        if f"{stem}.weight_g_idx" in self.file_of or self._described.get("desc_act"):
-            return True
-        if codes.endswith("weight_packed"):
-            k = int(self.read(f"{stem}.weight_shape")[1])
-            groups = self._header(f"{stem}.weight_scale")[1][1]
-        else:
-            awq = self._described["quant_method"] == "awq"
-            rows, groups = self._header(codes)[1][0], self._header(f"{stem}.scales")[1][0]
-            k = rows if awq else rows * 32 // self._bits(stem)
-            if groups > 1 and (stated_group(self._described) or GROUP) not in GROUPS:
-                return True
-        if groups in (1, -(-k // GROUP)):
-            return False
-        scheme = self._scheme_of(stem)
-        return scheme is None or not self._keeps(stem, scheme, groups, k)
-
     def _scheme_of(self, stem: str) -> WeightScheme | None:
         """Return what the plan stores a linear's layer as, where it is to keep codes."""
         number = LAYER.search(stem)
         return None if number is None else self._schemes.get(int(number[1]))
 
-    def _keeps(self, stem: str, scheme: WeightScheme, groups: int, k: int) -> bool:
-        """Whether a layer's scheme holds a linear's codes as they are."""
-        size = scheme.group_size
-        same = size in GROUPS and groups == -(-k // size) and scheme.bits == self._bits(stem)
+    def _integer_codes(self, stem: str) -> IntegerCodes:
+        """Return what a linear of integers has; `ValueError` where a tensor of it is missing."""
+        for last in integer_fields(stem, self.file_of).needed:
+            self._require(f"{stem}.{last}")
+        return integer_codes(stem, self, self._described)
+
+    def _keeps(self, stem: str) -> bool:
+        """Whether a linear's integers are kept: in groups of 128, or as the layer's scheme has."""
+        codes, scheme = self._integer_codes(stem), self._scheme_of(stem)
+        if codes.group_size in (0, GROUP):
+            return True
         return (
-            same
+            codes.group_size is not None
+            and scheme is not None
+            and (scheme.group_size, scheme.bits) == (codes.group_size, codes.bits)
             and scheme.activation_bits == 16
             and scheme.symmetric
             <= is_centred(self._described, f"{stem}.weight_zero_point" in self.file_of)
         )
 
-    def _bits(self, stem: str) -> int:
-        """Return the bits of a linear's integer codes."""
-        packed = f"{stem}.weight_packed"
-        if packed in self.file_of:
-            k = int(self.read(f"{stem}.weight_shape")[1])
-            return int(self._header(packed)[1][1]) * 32 // k
-        if self._described["quant_method"] == "awq":
-            return 4
-        return size(self._described, "bits", where=QUANTIZATION)
-
     def _row(self, name: str, index: int) -> Tensor:
         return self._get(name, (torch.uint8,), index)
 
-    def _header(self, name: str) -> tuple[str, list[int]]:
-        """Return a tensor's dtype, as safetensors calls it, and its shape, without reading it."""
-        self._require(name)
+    def header(self, name: str) -> tuple[str, list[int]] | None:
+        """Return a tensor's dtype, as safetensors calls it, and its shape; None without it."""
+        if name not in self.file_of:
+            return None
         stored = self._handle(self.file_of[name]).get_slice(name)
         return stored.get_dtype(), stored.get_shape()
+
+    def whole_numbers(self, name: str) -> list[int]:
+        """Return the values of a small tensor of integers."""
+        return [int(value) for value in self._read(name)]
 
     def _weight(
         self, part: str, stems: list[str], shape: tuple[int, ...], dtype: torch.dtype
@@ -474,18 +433,11 @@ class QuantizedCheckpoint(CheckpointSource):
 
     def _piece(self, stem: str, dtype: torch.dtype) -> QuantizedWeight:
         """Read one checkpoint linear of a weight-only form."""
-        needed: tuple[str, ...] = ("qweight", "scales", "qzeros")
-        optional: tuple[str, ...] = ("g_idx",)
-        if f"{stem}.weight_packed" in self.file_of:
-            needed = ("weight_packed", "weight_scale", "weight_shape")
-            optional = ("weight_zero_point", "weight_g_idx")
-        fields = [*needed, *(f for f in optional if f"{stem}.{f}" in self.file_of)]
-        tensors = {field: self._read(f"{stem}.{field}") for field in fields}
-        for scales in ("weight_scale", "scales"):
-            if scales in tensors:
-                tensors[scales] = tensors[scales].to(dtype)
+        fields = integer_fields(stem, self.file_of)
+        tensors = {last: self._read(f"{stem}.{last}") for last in fields.of(stem, self.file_of)}
+        tensors[fields.scales] = tensors[fields.scales].to(dtype)
         try:
-            return self._convert(tensors)
+            return self._convert(tensors, self._integer_codes(stem).bits)
         except ValueError as error:
             raise ValueError(f"'{self.directory}', {stem}: {error}") from None
 
@@ -493,19 +445,17 @@ class QuantizedCheckpoint(CheckpointSource):
         """Return a tensor of a quantised form, stored as its field must be."""
         return self.read(name, DTYPES.get(name.rpartition(".")[2], FLOATING))
 
-    def _convert(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    def _convert(self, tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
         if "weight_g_idx" in tensors:
             raise ValueError(
                 "its channels are ordered by activation (weight_g_idx), which llmpq does not run; "
                 "quantise without actorder, or with llmpq-quantize"
             )
         if "weight_packed" in tensors:
-            bits = tensors["weight_packed"].shape[1] * 32 // int(tensors["weight_shape"][1])
             return from_compressed_tensors(tensors, bits=bits, layout=Layout.ROWS)
         if self._described["quant_method"] == "awq":
             return from_awq(tensors, layout=Layout.ROWS)
         v2 = layout_of(self._described) == "gptq_v2"
-        bits = size(self._described, "bits", where=QUANTIZATION)
         return from_gptq(tensors, bits=bits, v2=v2, layout=Layout.ROWS)
 
     def _require_no_zeros(self, stem: str) -> None:

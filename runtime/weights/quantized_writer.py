@@ -21,6 +21,7 @@ from torch import Tensor
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.gguf_tokenizer import tokenizer_of
 from llmpq.checkpoints.model_config import read_config
+from llmpq.checkpoints.quantization_config import SCHEMES
 from llmpq.checkpoints.tensor_names import INDEX
 from llmpq.families import FAMILIES
 from llmpq.kernels.weights.interchange import pack_quantized
@@ -29,8 +30,7 @@ from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.models.part_shapes import embedding_shapes, head_shapes
 from llmpq.runtime.weights.atomic_write import write_bytes, write_tensors, write_text
-from llmpq.runtime.weights.quantized_checkpoint import ATOM_ROOT, SCHEMES
-from llmpq.runtime.weights.sources import ROW, TRANSPOSED, CheckpointSource
+from llmpq.runtime.weights.sources import ATOM_ROOT, ROW, TRANSPOSED, CheckpointSource
 
 ENDS_FILE = "model-ends.safetensors"
 REMEDY = "free some space and run the same command again: it continues; or give another directory"
