@@ -317,6 +317,8 @@ class SumCost(FileForm):
     times: tuple[tuple[float, float], ...] = Field(min_length=2)
     """(bytes of the step's hidden states, seconds), ascending; straight between two, the last
     piece goes on for ever."""
+    gbps: float | None = Field(default=None, gt=0, le=1e9)
+    """The rate of the links on the machine where others measured them; None: on one's own."""
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> Self:
@@ -378,6 +380,17 @@ class CostModel(FileForm):
     def device_kinds(self) -> tuple[str, ...]:
         """The device kinds that have entries, sorted."""
         return tuple(sorted({e.device_kind for e in self.entries}))
+
+    @cached_property
+    def kinds_with_parts(self) -> frozenset[str]:
+        """The device kinds of which parts of layers were timed that devices share."""
+        return frozenset(e.device_kind for e in self.entries if e.shares)
+
+    @cached_property
+    def kinds_measured(self) -> frozenset[str]:
+        """The device kinds of which layers were measured, sums among them of groups."""
+        layers = (e for e in self.entries if e.part == "layer" and e.source == "profile")
+        return frozenset(e.device_kind for e in layers)
 
     def find(
         self,

@@ -136,7 +136,7 @@ class CostBook:
 
     def measures(self, device: Device) -> bool:
         """Whether a device is of a kind that was measured."""
-        return self.profile is not None and device.profile_kind in self.profile.device_kinds
+        return self.profile is not None and device.profile_kind in self.profile.kinds_measured
 
     def factor(self, device: Device) -> float:
         """Return the factor on a device's times."""
@@ -218,6 +218,7 @@ class CostBook:
         profile = () if self.profile is None else self.profile.entries
         measured = [entry for entry in profile if entry.source == "profile"]
         kinds = {entry.device_kind for entry in measured if outside(entry)}
+        imported = None if self.profile is None else self.profile.versions.get("imported")
         older = {entry.device_kind for entry in measured if entry.padding == "none"}
         notes = []
         for kind in dict.fromkeys(d.profile_kind for d in devices):
@@ -227,7 +228,7 @@ class CostBook:
                     f"samples; times are extrapolated (llmpq-profile --max-batch {work.batch} "
                     f"--max-len {tokens})"
                 )
-            if kind in older:
+            if kind in older and imported is None:
                 notes.append(
                     f"{kind}: measured by an older llmpq-profile, which timed another engine than "
                     "the one that serves; profile it again"

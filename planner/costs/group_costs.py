@@ -9,6 +9,10 @@ or, where the device alone computes in the same way (a GPU), between that and th
 
 Of a CPU the whole layer is one call of our own code and a part is not, so that the two have no
 times between them.
+
+Sums that were not timed are estimated from the link between the devices, and the group's times are
+estimates then; so are those of tables of other machines where the cluster says another kind of link
+(NVLink or none) than theirs was.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from llmpq.costs.cost_model import CostModel, LatencyEntry, Regime, Shares
-from llmpq.devices.cluster import Device
+from llmpq.costs.cost_model import CostModel, LatencyEntry, Phase, Regime, Shares, SumCost
+from llmpq.devices.cluster import Device, Links
 from llmpq.devices.joined_devices import (
+    PEER_GBPS,
     Parts,
     default_shares,
     group_kinds,
@@ -30,7 +35,7 @@ from llmpq.devices.joined_devices import (
 from llmpq.models.model_spec import ModelSpec
 from llmpq.models.tensor_parallel import shares_text
 from llmpq.planner.costs.imported import summed
-from llmpq.planner.costs.sum_times import sums_of_layer, with_sums
+from llmpq.planner.costs.sum_times import estimated_sum, sums_of_layer, with_sums
 from llmpq.workload import DTYPE_BYTES
 
 SAME = 1e-9
@@ -67,7 +72,12 @@ def unmeasured_groups(
         return []
     gpus = [one for one in devices if not one.spec.is_cpu and one.spec.host_share is None]
     gpus = [one for one in gpus if one.profile_kind in profile.device_kinds]
-    lacking = [one for one in group_kinds(gpus) if len(one) == 2 and not profile.sum_over(one)]
+    parts = profile.kinds_with_parts
+    lacking = [
+        one
+        for one in group_kinds(gpus)
+        if len(one) == 2 and not (profile.sum_over(one) or parts.issuperset(one))
+    ]
     kinds = sorted({kind for one in lacking for kind in one})
     asked = [one for one in default_shares(gpus) if is_cut(spec, one)]
     if not kinds or not asked:
@@ -79,19 +89,17 @@ def unmeasured_groups(
     ]
 
 
-def is_measured(profile: CostModel | None, group: Device, spec: ModelSpec) -> bool:
-    """Whether a profile has what a group's costs are put together from."""
+def has_parts(profile: CostModel | None, group: Device, spec: ModelSpec) -> bool:
+    """Whether a profile has what a group's layers are put together from."""
     return profile is not None and next(group_entries(profile, group, spec), None) is not None
 
 
 def group_entries(profile: CostModel, group: Device, spec: ModelSpec) -> Iterator[LatencyEntry]:
     """Yield the entries of a group: of its layers, and of its ends, which the first device has.
 
-    None where the sums were not timed, or no part of a layer on one of the devices.
+    None where no part of a layer was timed on one of the devices.
     """
-    sums = profile.sum_over(device.profile_kind for device in group.joined)
-    if sums is None:
-        return
+    sums = _timed_sums(profile, group)
     first, kind = group.joined[0].profile_kind, group.profile_kind
     count = sums_of_layer(spec, group.shares)
     timed = PartTimes(profile, spec)
@@ -102,14 +110,29 @@ def group_entries(profile: CostModel, group: Device, spec: ModelSpec) -> Iterato
         regimes = timed.slowest(entry, group)
         token_bytes = spec.hidden * DTYPE_BYTES[entry.dtype]
         if regimes:
-            own = tuple(with_sums(one, sums.times, token_bytes, count) for one in regimes)
-            found.append(_of_group(entry, kind, own))
+            phase = Phase.PREFILL if entry.phase is Phase.PREFILL else Phase.DECODE
+            times = estimated_sum(group, phase) if sums is None else sums.times
+            own = tuple(with_sums(one, times, token_bytes, count) for one in regimes)
+            one = _of_group(entry, kind, own)
+            found.append(one if sums else one.model_copy(update={"source": "estimated"}))
     if not found:
         return
     yield from found
     for entry in profile.entries:
         if entry.device_kind == first and entry.part != "layer":
             yield _of_group(entry, kind, entry.regimes)
+
+
+def _timed_sums(profile: CostModel, group: Device) -> SumCost | None:
+    """Return what sums over a group's devices were timed to take; None where they are estimated.
+
+    Tables of other machines stand for a link that the cluster leaves open, or says alike.
+    """
+    found = profile.sum_over(device.profile_kind for device in group.joined)
+    link = group.sum_link
+    if found is None or found.gbps is None or link is None or link == Links().within_node:
+        return found
+    return found if (found.gbps >= PEER_GBPS) == (link.gbps >= PEER_GBPS) else None
 
 
 def _of_group(entry: LatencyEntry, kind: str, regimes: Sequence[Regime]) -> LatencyEntry:

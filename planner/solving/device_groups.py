@@ -24,7 +24,7 @@ from llmpq.devices.joined_devices import (
     use_sets,
 )
 from llmpq.models.tensor_parallel import Member
-from llmpq.planner.costs.group_costs import is_measured, with_groups_measured
+from llmpq.planner.costs.group_costs import has_parts, with_groups_measured
 from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import Place, count_vectors
@@ -54,7 +54,7 @@ class WithGroups:
 def with_groups(p: Problem, kvs: Sequence[KVPrecision]) -> WithGroups | None:
     """Return the problem with groups among its devices; None where none can be.
 
-    Of devices with measured costs those whose costs as a group are measured, too; of others those
+    Of devices with measured costs those of which parts of layers are measured, too; of others those
     whose are all estimated: an estimate is not compared with measured times.
     """
     counts = [cls.count for cls in p.classes]
@@ -90,7 +90,7 @@ def _may_join(p: Problem) -> Iterator[int]:
     """Yield the classes whose devices may be in groups with another one.
 
     None of CPUs, and none that share the memory of their host: these are machines by themselves,
-    unless their sums are measured.
+    unless their sums are measured. Of measured ones those of which parts of layers were.
     """
     profile = p.costs.profile
     summed = set[str]() if profile is None else {kind for s in profile.sums for kind in s.kinds}
@@ -98,8 +98,11 @@ def _may_join(p: Problem) -> Iterator[int]:
     def can(device: Device) -> bool:
         if device.spec.export_only is not None:
             return False
-        if p.costs.measures(device):
-            return device.profile_kind in summed
+        measured, kind = p.costs.measures(device), device.profile_kind
+        if measured and kind in summed:
+            return True
+        if measured and (profile is None or kind not in profile.kinds_with_parts):
+            return False
         return not device.spec.is_cpu and device.spec.host_share is None
 
     able = Counter(device.node for device in p.cluster.devices if can(device))
@@ -157,9 +160,9 @@ def is_even(p: Problem, group: Device) -> bool:
 
 
 def _agree(p: Problem, group: Device) -> bool:
-    """Whether a group's costs are as its devices' are: all measured, or all estimated."""
+    """Whether a group's layers are as its devices' are: all measured, or all estimated."""
     own = list(map(p.costs.measures, group.joined))
-    return is_measured(p.costs.profile, group, p.spec) if all(own) else not any(own)
+    return has_parts(p.costs.profile, group, p.spec) if all(own) else not any(own)
 
 
 def _tried(p: Problem, own: Sequence[int]) -> Iterator[tuple[int, ...]]:

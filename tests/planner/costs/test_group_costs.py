@@ -7,12 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.costs.cost_model import CostModel, LatencyEntry, Phase, Regime, Shares, SumCost
+from llmpq.costs.cost_model import (
+    CostModel,
+    LatencyEntry,
+    Phase,
+    Regime,
+    Shares,
+    SumCost,
+    new_tokens,
+)
 from llmpq.devices.cluster import Cluster
 from llmpq.devices.joined_devices import default_shares, group_kinds, together, weight_parts
 from llmpq.models.model_spec import ModelSpec
 from llmpq.models.tensor_parallel import Member
-from llmpq.planner.costs.group_costs import group_entries, is_measured
+from llmpq.planner.costs.group_costs import group_entries, has_parts
+from llmpq.planner.costs.sum_times import estimated_sum
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
@@ -159,13 +168,61 @@ def test_of_unlike_devices_the_slower_part_decides() -> None:
     assert max(own) + 40e-6 <= uneven * (1 + 1e-9) and uneven < even
 
 
-def test_what_was_not_timed_is_not_made_up() -> None:
+def test_parts_that_were_not_timed_are_not_made_up() -> None:
     group = together(TWO.devices, EVEN2, TWO, SPEC)
-    assert is_measured(profile_of({"A100-80GB": linear}), group, SPEC)
-    assert not is_measured(profile_of({"A100-80GB": linear}, sum_s=None), group, SPEC)
-    assert not is_measured(profile_of({"A100-80GB": linear}, ((),)), group, SPEC)
+    assert has_parts(profile_of({"A100-80GB": linear}), group, SPEC)
+    assert not has_parts(profile_of({"A100-80GB": linear}, ((),)), group, SPEC)
     unlike = together(UNLIKE.devices, EVEN2, UNLIKE, SPEC)
-    assert not is_measured(profile_of({"A100-80GB": linear}), unlike, SPEC)
+    assert not has_parts(profile_of({"A100-80GB": linear}), unlike, SPEC)
+
+
+def linked(gbps: float) -> Cluster:
+    """Two cards whose link the cluster says."""
+    link = {"gbps": gbps, "latency_us": 20}
+    nodes = [{"name": "box", "devices": [{"kind": "A100-80GB", "count": 2}]}]
+    data = {"name": "box", "nodes": nodes, "links": {"within_node": link}}
+    return Cluster.parse_data(data, where="test")
+
+
+@pytest.mark.parametrize(
+    ("measured_gbps", "gbps", "taken"),
+    [
+        (None, 128, True),
+        (None, 2400, True),
+        (2400, 128, False),
+        (2400, 1200, True),
+        (2400, 64, True),  # what a cluster that says nothing has
+        (256, 128, True),
+        (256, 2400, False),
+    ],
+)
+def test_sums_of_another_machine_are_taken_over_links_like_its_own(
+    measured_gbps: float | None, gbps: float, taken: bool
+) -> None:
+    """Else they are estimated by the link of the cluster, and so are the group's times."""
+    profile = profile_of({"A100-80GB": linear})
+    sums = tuple(one.model_copy(update={"gbps": measured_gbps}) for one in profile.sums)
+    profile = profile.model_copy(update={"sums": sums})
+    cluster = linked(gbps)
+    group = together(cluster.devices, EVEN2, cluster, SPEC)
+    layers = [one for one in group_entries(profile, group, SPEC) if one.part == "layer"]
+    for entry in layers:
+        assert entry.source == ("profile" if taken else "estimated")
+        times = sums[0].times if taken else estimated_sum(group, entry.phase)
+        tokens = new_tokens(entry.phase, v=1, length=1, padding="gpu")
+        sum_s = Regime(terms={}, curve=times).curve_s(tokens * SPEC.hidden * 2)
+        assert entry.seconds(v=1, length=1) == pytest.approx(linear(fraction(EVEN2)) + 2 * sum_s)
+    assert len(layers) == 2
+
+
+def test_sums_that_were_not_timed_are_of_the_link(tmp_path: Path) -> None:
+    profile = profile_of({"A100-80GB": linear}, sum_s=None)
+    found = found_with(tmp_path, profile, "a100-80gb:2")
+    assert (found.groups, found.groups_measured) == (1, 0)
+    (engine,) = found.engines
+    assert any(not isinstance(place, str) for place in engine.places)
+    _, notes = problem_with(tmp_path, profile, "a100-80gb:2")
+    assert not any("have no times of stages" in note for note in notes)
 
 
 def problem_with(

@@ -138,8 +138,22 @@ def _tables(folder: Path) -> None:
         {**heads, "batch_size": v, "isl": 1, "step": k - 1, "latency": 1e-2 + v * k * 1e-6}
         for v, k in itertools.product((1, 16), (64, 1024, 4096))
     ])  # fmt: skip
-    gpu = "gpu: {mem_bw: 3.35e+12, mem_capacity: 85899345920, mem_empirical_constant_latency: 3e-6}"
-    (folder / "systems" / "h100_sxm.yaml").write_text(gpu)
+    write("comm", "custom_allreduce_perf", [
+        {"op_name": "all_reduce", "backend": backend, "num_gpus": n, "message_size": size,
+         "latency": cost * 1e3 * sum_s(n, 2 * size)}
+        for backend, cost in (("eager", 3.0), ("graph", 1.0))
+        for n, size in itertools.product((2, 4), (1024, 2**20, 2**24))
+    ])  # fmt: skip
+    facts = (
+        "gpu: {mem_bw: 3.35e12, mem_capacity: 85899345920, mem_empirical_constant_latency: 3e-6}"
+    )
+    facts = facts.replace("e12", "e+12") + "\nnode: {intra_node_bw: 450000000000}\n"
+    (folder / "systems" / "h100_sxm.yaml").write_text(facts)
+
+
+def sum_s(count: int, num_bytes: float) -> float:
+    """What a made-up sum takes."""
+    return 2e-6 * count + num_bytes / 3e11
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -175,6 +189,80 @@ def test_tables_of_aiconfigurator_are_imported(
     whole = work * (1e-9 + 1024e-12) * 1e-3 + 12e-6 + 1024 * 12 * 4096 * 2 / (3.35e12 * 0.8)
     whole += (1e-2 + 1024**2 * 1e-8) * 1e-3
     assert prefill.seconds(v=1, length=1024) == pytest.approx(whole, rel=2e-3)
+
+
+def imported(tmp_path: Path, model: str = "llama-3.1-8b") -> CostModel:
+    _tables(tmp_path / "tables")
+    words = ["--model", model, "--system", "h100_sxm", "-o", str(tmp_path / "costs.json")]
+    assert main(["costs", "import", str(tmp_path / "tables"), *words]) == 0
+    return CostModel.load_json(tmp_path / "costs.json")
+
+
+@pytest.mark.parametrize(
+    ("shares", "shapes", "kv_heads"),
+    [
+        ((1, 1), ((3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168)), 4),
+        ((1, 1, 1, 1), ((1536, 4096), (4096, 1024), (7168, 4096), (4096, 3584)), 2),
+        ((3, 1), ((4608, 4096), (4096, 3072), (21504, 4096), (4096, 10752)), 6),
+    ],
+)
+def test_parts_of_layers_are_products_and_attention_of_what_a_device_has(
+    tmp_path: Path, shares: tuple[int, ...], shapes: tuple[tuple[int, int], ...], kv_heads: int
+) -> None:
+    """Query, key and value heads of 128, the channels of the MLP; each product as a table's."""
+    costs = imported(tmp_path)
+    part = costs.find("H100-SXM", phase=Phase.DECODE, dtype="bfloat16", shares=shares)
+    whole = costs.find("H100-SXM", phase=Phase.DECODE, dtype="bfloat16")
+    assert part is not None and whole is not None
+    beside = 4 * 3e-6 + 16 * 12 * 4096 * 2 / (3.35e12 * 0.8)
+    products = sum(n * k for n, k in shapes) * (1e-9 + 16e-12) * 1e-3
+    attention = (1e-2 + 16 * 1000 * 1e-6) * 1e-3 * kv_heads / 8
+    assert part.seconds(v=16, length=1000) == pytest.approx(products + beside + attention, rel=2e-3)
+    # So much for all devices together as the whole, and what each computes for itself.
+    total = sum(shares) / max(shares) * part.seconds(v=16, length=1000)
+    assert total <= whole.seconds(v=16, length=1000) + (len(shares) - 1) * beside * 1.01
+
+
+def test_sums_are_of_as_many_cards_as_are_listed_and_between(tmp_path: Path) -> None:
+    """The quickest of a table's ways; numbers of cards between two are between their times."""
+    costs = imported(tmp_path)
+    assert [len(one.kinds) for one in costs.sums] == [2, 3, 4]
+    for one in costs.sums:
+        assert set(one.kinds) == {"H100-SXM"} and one.gbps == pytest.approx(3600)
+        for num_bytes, seconds in one.times:
+            assert seconds == pytest.approx(sum_s(len(one.kinds), num_bytes), rel=5e-3)
+
+
+def test_cards_with_imported_costs_share_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of them for one request: the layers take what is read of half of them, and two sums."""
+    costs = imported(tmp_path)
+    half = costs.find("H100-SXM", phase=Phase.DECODE, dtype="bfloat16", shares=(1, 1))
+    head = costs.find("H100-SXM", part="head", phase=Phase.DECODE, dtype="bfloat16")
+    assert half is not None and head is not None
+    plan, words = tmp_path / "plan.json", ["--costs", str(tmp_path / "costs.json")]
+    words += ["--model", "llama-3.1-8b", "--bits", "16", "--batch", "1", "--prompt-len", "1000"]
+    words += ["--gen-len", "2", "-o", str(plan)]
+    capsys.readouterr()
+    assert main(["--devices", "h100:2", *words]) == 0
+    text = capsys.readouterr().out
+    assert "with measured costs" in text and "an older llmpq-profile" not in text
+    found = Plan.load(plan)
+    (stage,) = found.stages
+    assert len(stage.shares) == 2 and found.predicted is not None
+    assert not found.predicted.estimated
+    each = half.seconds(v=1, length=1001) + 2 * sum_s(2, 4096 * 2)
+    assert found.predicted.decode_s == pytest.approx(
+        32 * each + head.seconds(v=1, length=1001), rel=0.02
+    )
+    link = "links: {within_node: {gbps: 128, latency_us: 15}}"
+    devices = "devices: [{kind: H100-SXM, count: 2}]"
+    (tmp_path / "pcie.yaml").write_text(
+        f"schema: 1\nname: pcie\nnodes: [{{name: n, {devices}}}]\n{link}\n"
+    )
+    assert main(["--cluster", str(tmp_path / "pcie.yaml"), *words]) == 0
+    assert "with estimated costs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
