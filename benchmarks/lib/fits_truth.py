@@ -184,7 +184,7 @@ def _ran(kind: str, folder: str, drawn: Drawn, plan: Plan) -> Found:
     how: dict[str, Any] = {"load_format": "dummy", "backend": "threads"}
     with LLM(folder, plan=plan, enable_prefix_caching=caching, **how) as llm:
         answers = llm.generate(prompts, greedy)
-        loads = list(llm.load_reports)
+        loads = list(llm.engine.client.load_reports)
     errors = []
     for stage, load in zip(plan.stages, loads, strict=True):
         memory = stage.memory

@@ -95,7 +95,7 @@ class Elastic:
 
     @property
     def _plan(self) -> Plan:
-        return self._engine().engine.plan
+        return self._engine().client.plan
 
     def _if_it_pays(
         self, plan: Plan, change: Change, reason: str, action: Action, horizon_s: float

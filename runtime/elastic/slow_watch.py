@@ -119,12 +119,12 @@ class SlowWatch:
 
     def _look(self) -> None:
         thread = self._engine()
-        client = thread.engine
+        client = thread.client
         if thread.recovery is not None or not may_watch(client.plan):
             self._stages = SlowStages()
             return
         found = self._stages.found(client.work())
-        if found is None or thread.engine is not client:
+        if found is None or thread.client is not client:
             return
         index, factor = found
         named = named_stage(client.plan, index, client.stage_pids()[index])

@@ -20,20 +20,19 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from llmpq.errors import BadPlanError, LlmpqError
 from llmpq.plans.plan import Plan
 from llmpq.plans.topology import Topology
-from llmpq.runtime.entrypoints.llm import LLM, all_answers
+from llmpq.runtime.entrypoints.llm import LLM
+from llmpq.runtime.entrypoints.prompt_answerer import PromptAnswerer, all_answers
 from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.launch.request_record import RequestOutputDelta
 from llmpq.runtime.launch.stages.stage_place import StagePlace
 from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.runtime.report.job_report import EngineResult, JobReport, engines_report
 from llmpq.runtime.report.live_numbers import JobSamples
-from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.requests.request import Progress
 from llmpq.runtime.requests.request_output import RequestOutput
 from llmpq.runtime.requests.sampling_params import SamplingParams
@@ -90,7 +89,7 @@ class _Row:
     """Whether another engine had begun it."""
 
 
-class Engines:
+class Engines(PromptAnswerer):
     """The LLMs of a topology, one an engine."""
 
     def __init__(
@@ -110,7 +109,7 @@ class Engines:
             raise BadPlanError("the plan is of one engine, which LLM(plan=...) runs")
         topology = plan if isinstance(plan, Topology) else Topology.load(plan)
         options = options or EngineOptions()
-        self.plan = topology
+        self._plan = topology
         self.options = options
         self._trace = options.trace
         self.llms = [
@@ -151,16 +150,10 @@ class Engines:
         for llm in self.llms:
             llm.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    @property
+    def plan(self) -> Topology:
+        """Which engines there are, and the plan of each."""
+        return self._plan
 
     @property
     def max_model_len(self) -> int:
@@ -175,7 +168,7 @@ class Engines:
     @property
     def progress(self) -> Progress:
         """The counters of all engines."""
-        each = [llm.engine_thread.progress for llm in self._able]
+        each = [llm.engine.progress for llm in self._able]
         busiest = max(each, key=lambda one: one.running, default=Progress())
         return Progress(
             waiting=sum(one.waiting for one in each),
@@ -207,15 +200,6 @@ class Engines:
             if number not in self._lost and (tokens := llm.begun(prompt)[1]):
                 return number, tokens
         return 0, ()
-
-    def progress_of(
-        self, prompts: Sequence[PreparedPrompt], num_rows: int, *, quiet: bool = False
-    ) -> ProgressReporter:
-        """Return what shows how far prompts are, as `LLM.progress_of`."""
-        most_tokens = sum(prompt.most_tokens for prompt in prompts)
-        return ProgressReporter.of_plan(
-            self.plan, num_rows, most_tokens=most_tokens, stats=self.live_stats, quiet=quiet
-        )
 
     def _require_running(self) -> None:
         if self._state == "closed":
@@ -361,7 +345,7 @@ class _Dealer:
         self._lost = lost
         self._records = records
         self._at_once = [
-            min(llm.max_rows, engine.plan.workload.batch)
+            min(llm.request_factory.limits.max_rows, engine.plan.workload.batch)
             for llm, engine in zip(llms, topology.engines, strict=True)
         ]
         self._waiting = deque(
@@ -417,7 +401,7 @@ class _Dealer:
         self.ended_s[number] = self.now_s
         self._deal()
         ended = {r.id: self._ended.pop(r.id) for r in row.prompt.requests}
-        output = self._llms[number].output_of(row.prompt, ended)
+        output = self._llms[number].request_factory.output_of(row.prompt, ended)
         return row.index, replace(output, engine=number)
 
     def abort(self) -> None:
@@ -425,7 +409,7 @@ class _Dealer:
         for number, llm in enumerate(self._llms):
             left = [i for i, row in self._row_of.items() if row.engine == number]
             if left and number not in self._lost:
-                llm.engine_thread.abort(left)
+                llm.engine.abort(left)
 
     def _deal(self) -> None:
         """Give rows to engines that have room, the one with the most room for its size first."""
@@ -452,7 +436,7 @@ class _Dealer:
     def _give(self, number: int) -> bool:
         """Give an engine a row; False where there is none for it."""
         llm = self._llms[number]
-        row = next((row for row in self._waiting if llm.has_room(row.prompt)), None)
+        row = next((row for row in self._waiting if llm.request_factory.has_room(row.prompt)), None)
         if row is None:
             return not self._waiting and self._take_over(number)
         if not self._may_move(row) and self._ends_earlier_elsewhere(row, number):
@@ -467,7 +451,7 @@ class _Dealer:
         self._row_of |= {request.id: row for request in row.prompt.requests}
         number = row.engine
         try:
-            self._llms[number].engine_thread.submit(
+            self._llms[number].engine.submit(
                 row.prompt.requests, partial(_put, self._heard, number)
             )
         except (LlmpqError, RuntimeError) as error:
@@ -484,7 +468,7 @@ class _Dealer:
         others = [
             other
             for other in self._able
-            if other != number and self._llms[other].has_room(row.prompt)
+            if other != number and self._llms[other].request_factory.has_room(row.prompt)
         ]
         paces = {other: self._pace[other].seconds(tokens, begun=False) for other in others}
         if here_s is None or not others or any(pace is None for pace in paces.values()):
@@ -499,7 +483,7 @@ class _Dealer:
         for row in self._under_way.values():
             if row.engine == number or row.was_taken or not self._may_move(row):
                 continue
-            if row.engine in self._lost or not llm.has_room(row.prompt):
+            if row.engine in self._lost or not llm.request_factory.has_room(row.prompt):
                 continue
             left = self._tokens_left(row)
             there_s = self._pace[row.engine].seconds(left, begun=True)
@@ -511,7 +495,7 @@ class _Dealer:
         if best is None:
             return False
         row = best[1]
-        record = self._llms[row.engine].engine_thread.take_back(row.prompt.requests[0].id)
+        record = self._llms[row.engine].engine.take_back(row.prompt.requests[0].id)
         if record is None:
             row.was_taken = True  # it has just ended, or cannot be
             return False
@@ -520,14 +504,14 @@ class _Dealer:
         record.listener = partial(_put, self._heard, number)
         self.num_taken[number] += 1
         try:
-            llm.engine_thread.adopt(record)
+            llm.engine.adopt(record)
         except (LlmpqError, RuntimeError) as error:
             self._lose(number, error)
         return True
 
     def _tokens_left(self, row: _Row) -> int:
         request = row.prompt.requests[0]
-        known = self._llms[row.engine].engine_thread.tokens_of(request.id)
+        known = self._llms[row.engine].engine.tokens_of(request.id)
         return max(1, request.max_new - len(known))
 
     def _lose(self, number: int, error: BaseException) -> None:
@@ -549,7 +533,7 @@ class _Dealer:
         stuck = [
             row
             for row in self._waiting
-            if not any(self._llms[able].has_room(row.prompt) for able in self._able)
+            if not any(self._llms[able].request_factory.has_room(row.prompt) for able in self._able)
         ]
         if stuck:
             raise error

@@ -24,8 +24,7 @@ from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self, cast
+from typing import Any, NoReturn, cast
 
 from llmpq.devices.cluster import Cluster
 from llmpq.errors import LlmpqError, nearest
@@ -39,6 +38,7 @@ from llmpq.plans.plan import Plan
 from llmpq.runtime.elastic.elastic import HORIZON_S, DeviceChange, Elastic
 from llmpq.runtime.elastic.replan import Replanner
 from llmpq.runtime.elastic.slow_watch import SlowWatch, may_watch
+from llmpq.runtime.entrypoints.prompt_answerer import PromptAnswerer, all_answers
 from llmpq.runtime.entrypoints.response_stream import AsyncSubmitter, OutputQueue, ResponseStream
 from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.launch.engine_starter import EngineStarter
@@ -61,14 +61,12 @@ from llmpq.runtime.options.vllm_options import (
 from llmpq.runtime.report.engine_metrics import Metric, metrics_of, token_counters
 from llmpq.runtime.report.job_report import JobReport, JobResult, build_report
 from llmpq.runtime.report.live_numbers import JobSamples
-from llmpq.runtime.report.progress import LoadBar, ProgressReporter
+from llmpq.runtime.report.progress import LoadBar
 from llmpq.runtime.requests.request import Progress
 from llmpq.runtime.requests.request_output import CompletionOutput, Logprob, RequestOutput
 from llmpq.runtime.requests.sampling_params import SamplingParams, StructuredOutputsParams
-from llmpq.runtime.requests.token_rules import LogprobOutput
 from llmpq.runtime.steps.trace import (
     MAX_EVENTS,
-    LoadReport,
     StageRecord,
     joined,
     write_chrome_trace,
@@ -97,7 +95,7 @@ _PROGRESS_S = 0.25
 """How often a caller that waits for answers hears how far they are."""
 
 
-class LLM:
+class LLM(PromptAnswerer):
     """A model that is loaded and answers prompts; `with`, `close` or `del` ends it."""
 
     _closed = False
@@ -220,7 +218,8 @@ class LLM:
             )
 
     @property
-    def _engine(self) -> EngineThread:
+    def engine(self) -> EngineThread:
+        """What serves the requests; `engine.client` reaches the stages. Raises if it is not up."""
         self._require_process()
         if self._running is None:
             raise RuntimeError(
@@ -255,17 +254,6 @@ class LLM:
             "each process, or send prompts to one server (llmpq-dist serve)"
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """End what is under way and take the stages down; again does nothing.
 
@@ -279,7 +267,7 @@ class LLM:
     @property
     def plan(self) -> Plan:
         """Who holds which layers at which bits, and what was predicted: the plan that runs."""
-        return self._plan if self._running is None else self._running.engine.plan
+        return self._plan if self._running is None else self._running.client.plan
 
     def plan_of(self, output: RequestOutput) -> Plan:
         """Return the plan under which an answer ended: of `Engines` each has its own."""
@@ -315,7 +303,7 @@ class LLM:
 
     def check_alive(self) -> None:
         """Raise what ended the engine, if it has ended."""
-        self._engine.check_alive()
+        self.engine.check_alive()
 
     @property
     def stages_started(self) -> PipelineClient | None:
@@ -362,42 +350,22 @@ class LLM:
 
     def _require_elastic(self) -> None:
         """Refuse other devices where nothing moves to them."""
-        self._engine.check_alive()
+        self.engine.check_alive()
         if any(worker.shares for worker in self.plan.workers):
             raise ValueError(
                 "stages of several devices (tensor parallel) are not moved while they serve: end "
                 "the command, plan again and start it"
             )
 
-    def stage_work(self) -> list[dict[str, Any]]:
-        """Return how long each stage has computed, and its steps by kind; asks the stages."""
-        self._engine.check_alive()
-        return self._engine.engine.work()
-
     def stage_records(self) -> list[StageRecord]:
         """Return what every stage computed since the last call; asks the stages."""
-        self._engine.check_alive()
-        return self._trace.added(self._engine.engine.records())
-
-    def speculation(self) -> dict[str, Any] | None:
-        """Return what came of the drafts so far, None for plain decoding."""
-        self._engine.check_alive()
-        return self._engine.engine.speculation()
-
-    def peak_memory(self) -> list[int]:
-        """Return the most bytes each stage had on its GPU at once; 0 on a CPU."""
-        self._engine.check_alive()
-        return self._engine.engine.peak_memory()
-
-    @property
-    def load_reports(self) -> Sequence[LoadReport]:
-        """What each stage allocated when it loaded."""
-        return self._engine.engine.load_reports
+        self.engine.check_alive()
+        return self._trace.added(self.engine.client.records())
 
     @property
     def stage_places(self) -> Sequence[StagePlace]:
         """Where each stage runs: host, process, device."""
-        return self._engine.engine.places
+        return self.engine.client.places
 
     def job_report(
         self,
@@ -413,16 +381,18 @@ class LLM:
         without drafts; `num_failed`: prompts that could not be served; `took_s`: seconds of the
         job, where prompts were not all submitted at once.
         """
+        records = self.stage_records()
+        client = self.engine.client
         return build_report(
             JobResult(
-                plan=self.plan,
-                loads=self.load_reports,
-                records=self.stage_records(),
+                plan=client.plan,
+                loads=client.load_reports,
+                records=records,
                 outputs=outputs,
                 num_failed=num_failed,
                 startup_s=self.startup_s,
-                speculation=self.speculation(),
-                places=[place.as_report() for place in self.stage_places],
+                speculation=client.speculation(),
+                places=[place.as_report() for place in client.places],
                 plain=plain,
                 recoveries=[recovery.as_report() for recovery in self.recoveries],
                 samples=self._samples.as_report(),
@@ -431,62 +401,25 @@ class LLM:
         )
 
     @property
-    def engine_thread(self) -> EngineThread:
-        """What serves requests, for those who deal them to several engines; raises if not up."""
-        return self._engine
-
-    @property
-    def max_rows(self) -> int:
-        """Requests that run at once at most."""
-        return self._limits.max_rows
-
-    def has_room(self, prompt: PreparedPrompt) -> bool:
-        """Whether a prompt that another LLM of this model has prepared can run here."""
-        try:
-            for request in prompt.requests:
-                self._limits.check(request)
-        except ValueError:
-            return False
-        return True
-
-    def output_of(
-        self, prompt: PreparedPrompt, finished: Mapping[int, RequestOutputDelta]
-    ) -> RequestOutput:
-        """Return the answers to a prompt whose requests have all ended, by their ids."""
-        ends = [finished[request.id] for request in prompt.requests]
-        noted = ends[0].noted
-        scores = None
-        if prompt.params.prompt_logprobs is not None and (noted or len(prompt.tokens) == 1):
-            scores = [None, *self._prompts.logprobs(noted.prompt if noted else ())]
-        return RequestOutput(
-            request_id=prompt.name,
-            prompt=prompt.prompt,
-            prompt_token_ids=list(prompt.tokens),
-            outputs=[
-                self._prompts.output(prompt, index, end.finished, end.noted or LogprobOutput())
-                for index, end in enumerate(ends)
-                if end.finished is not None
-            ],
-            prompt_logprobs=scores,
-            failure=next((str(end.error) for end in ends if end.error is not None), None),
-            num_cached_tokens=ends[0].finished.num_prefix_hits if ends[0].finished else 0,
-        )
+    def request_factory(self) -> RequestFactory:
+        """What makes requests of prompts and answers of tokens, and knows the engine's limits."""
+        return self._prompts
 
     def trace_parts(self) -> tuple[list[str], list[StageRecord]]:
         """Return the stages' names and all that they recorded; `close` writes no file then."""
-        self._trace.added(self._engine.engine.records())
+        self._trace.added(self.engine.client.records())
         self._trace.written = True
         stages = enumerate(self.plan.places)
         return [f"stage {i} {stage.device}" for i, stage in stages], self._trace.records
 
     def write_trace(self) -> None:
         """Write the file of the option `trace` with all so far; `close` does it if this did not."""
-        self._trace.write(self._engine.engine)
+        self._trace.write(self.engine.client)
 
     def stats(self) -> dict[str, Any]:
         """Return counters of the run so far and what every stage holds."""
-        engine = self._engine.engine
-        parts = zip(engine.plan.places, engine.stage_pids(), engine.load_reports, strict=True)
+        client = self.engine.client
+        parts = zip(client.plan.places, client.stage_pids(), client.load_reports, strict=True)
         stages = [
             {
                 "device": stage.device,
@@ -496,14 +429,14 @@ class LLM:
                 "weights_bytes": load.weights_bytes,
                 "kv_bytes": load.kv_bytes,
                 "runner": load.runner,
-                "predicted": engine.plan.promised_steps(stage),
+                "predicted": client.plan.promised_steps(stage),
             }
             for stage, pid, load in parts
         ]
-        counters = self._engine.stats()
+        counters = self.engine.stats()
         cache = {
             "block_size": BLOCK_TOKENS,
-            "cache_dtype": engine.plan.workload.kv.value,
+            "cache_dtype": client.plan.workload.kv.value,
             "enable_prefix_caching": self._options.enable_prefix_caching,
             "num_gpu_blocks": counters["gauges"].get("blocks", 0),
         }
@@ -517,16 +450,16 @@ class LLM:
         }
 
     def live_stats(self) -> dict[str, Any]:
-        """Return `stats` with what every stage has computed, as `stage_work` does; asks the stages.
+        """Return `stats` with how long each stage has computed, and its steps; asks the stages.
 
-        Without stages while lost ones are replaced.
+        Without the stages' part while lost ones are replaced.
         """
-        self._engine.check_alive()
+        self.engine.check_alive()
         work: list[dict[str, Any]] = []
         try:
-            work = [] if self.recovering else self.stage_work()
+            work = [] if self.recovering else self.engine.client.work()
         except (LlmpqError, RuntimeError, OSError):
-            self._engine.check_alive()  # what is lost may be replaced
+            self.engine.check_alive()  # what is lost may be replaced
         found = self.stats()
         same = len(work) == len(found["stages"])
         pairs = zip(found["stages"], work, strict=True) if same else ()
@@ -546,7 +479,7 @@ class LLM:
 
         Requests under way go on. For timing, or where earlier prompts must not be found.
         """
-        self._engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
         return True
 
     def generate(
@@ -651,8 +584,8 @@ class LLM:
         samples = self._samples = JobSamples()
         try:
             if requests:
-                samples.add(self._engine.progress)
-                self._engine.submit(requests, deltas.put)
+                samples.add(self.engine.progress)
+                self.engine.submit(requests, deltas.put)
             while len(finished) < len(requests):
                 try:
                     delta = deltas.get(timeout=_PROGRESS_S)
@@ -666,13 +599,13 @@ class LLM:
                     left[index] -= 1
                     if not left[index]:
                         self._names.end(prompts[index].named)
-                        yield index, self.output_of(prompts[index], finished)
-                samples.add(self._engine.progress, last=len(finished) == len(requests))
+                        yield index, self._prompts.output_of(prompts[index], finished)
+                samples.add(self.engine.progress, last=len(finished) == len(requests))
                 if on_progress is not None:
-                    on_progress(self._engine.progress)
+                    on_progress(self.engine.progress)
         except BaseException:
             if os.getpid() == self._process:  # not where a forked child drops the generator
-                self._engine.abort([r.id for r in requests if r.id not in finished])
+                self.engine.abort([r.id for r in requests if r.id not in finished])
             raise
         finally:
             for prompt in prompts:
@@ -680,7 +613,7 @@ class LLM:
 
     def begun(self, prompt: PreparedPrompt) -> tuple[int, Sequence[int]]:
         """Return the tokens of a prompt's first answer so far, behind the engine's number: 0."""
-        return 0, self._engine.tokens_of(prompt.requests[0].id)
+        return 0, self.engine.tokens_of(prompt.requests[0].id)
 
     async def stream(
         self,
@@ -730,7 +663,7 @@ class LLM:
 
     async def _submit(self, prompt: PreparedPrompt) -> ResponseStream:
         """Begin the answers to a prepared prompt, in the running event loop."""
-        loop, engine = asyncio.get_running_loop(), self._engine
+        loop, engine = asyncio.get_running_loop(), self.engine
         if self._outputs is None or self._outputs.loop is not loop:
             self._outputs, self._submitter = OutputQueue(loop), AsyncSubmitter(loop, engine)
         self._begin([prompt])
@@ -752,7 +685,7 @@ class LLM:
             raise ValueError(
                 f"request_id must be a text or a list of them, got {request_id!r:.100}"
             )
-        engine = self._engine
+        engine = self.engine
         engine.abort([number for name in names for number in self._names.ids_of(name)])
 
     def _all_of(
@@ -787,15 +720,6 @@ class LLM:
                 prepared.append(self.prepare(prompt, own, priority=rank))
         return all_answers(self, prepared, use_tqdm=use_tqdm)
 
-    def progress_of(
-        self, prompts: Sequence[PreparedPrompt], num_rows: int, *, quiet: bool = False
-    ) -> ProgressReporter:
-        """Return what shows how far prompts are, of so many rows, and what the stages do."""
-        most_tokens = sum(prompt.most_tokens for prompt in prompts)
-        return ProgressReporter.of_plan(
-            self.plan, num_rows, most_tokens=most_tokens, stats=self.live_stats, quiet=quiet
-        )
-
     def _params_or_default(self, given: object) -> SamplingParams:
         """Return what was given, the model's where nothing was; `ValueError` for another type."""
         if given is None:
@@ -812,40 +736,6 @@ class LLM:
         for prompt in prompts:
             name, ids = prompt.named
             self._trace.name(ids, name)
-
-
-class PromptAnswerer(Protocol):
-    """What answers prepared prompts: an `LLM`, or the `Engines` of a plan of several."""
-
-    def as_completed(
-        self,
-        prompts: Sequence[PreparedPrompt],
-        *,
-        on_progress: Callable[[Progress], None] | None = None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield index and answers of prepared prompts as each has ended."""
-        ...
-
-    def progress_of(
-        self, prompts: Sequence[PreparedPrompt], num_rows: int, *, quiet: bool = False
-    ) -> ProgressReporter:
-        """Return what shows how far prompts are."""
-        ...
-
-
-def all_answers(
-    llm: PromptAnswerer, prompts: Sequence[PreparedPrompt], *, use_tqdm: bool
-) -> list[RequestOutput]:
-    """Return the answers to prepared prompts, in their order; several show how far they are."""
-    done: dict[int, RequestOutput] = {}
-    quiet = not use_tqdm or len(prompts) < 2
-    with llm.progress_of(prompts, len(prompts), quiet=quiet) as shown:
-        for index, output in llm.as_completed(
-            prompts, on_progress=lambda progress: shown.update(progress, len(done))
-        ):
-            done[index] = output
-            shown.end(output, prompts[index].most_tokens)
-    return [done[index] for index in range(len(prompts))]
 
 
 def _conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
@@ -1007,4 +897,4 @@ def _engine_of(llm: weakref.ref[LLM]) -> EngineThread:
     found = llm()
     if found is None:
         raise RuntimeError("the LLM is gone")
-    return found.engine_thread
+    return found.engine

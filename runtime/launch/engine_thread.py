@@ -37,7 +37,7 @@ class EngineThread:
 
     def __init__(
         self,
-        engine: PipelineClient,
+        client: PipelineClient,
         stack: ExitStack,
         starter: EngineStarter | None = None,
         *,
@@ -48,7 +48,8 @@ class EngineThread:
         `starter`: starts others when stages are lost; without it a loss is the end. `max_rows`:
         requests that run at once.
         """
-        self.engine = engine
+        self.client = client
+        """What reaches the stages; another one once lost stages were replaced."""
         self._stack = stack
         self._starter = starter
         self._records: dict[int, RequestRecord] = {}
@@ -101,7 +102,7 @@ class EngineThread:
                 return None
             del self._records[request_id]
             self._ruled.discard(request_id)
-            engine, away = self.engine, self.recovery is not None
+            engine, away = self.client, self.recovery is not None
         if not away:
             try:
                 engine.abort([request_id])
@@ -127,7 +128,7 @@ class EngineThread:
             self._ruled |= {r.request.id for r in records if r.request.rules is not None}
             if self.recovery is not None or self._hunt.holds_all:
                 return  # the stages get them when there are any
-            engine, requests = self.engine, [record.resumed(now_s) for record in records]
+            engine, requests = self.client, [record.resumed(now_s) for record in records]
         try:
             engine.submit(requests, more=True)
         except BaseException as error:
@@ -147,7 +148,7 @@ class EngineThread:
             known = [self._records[one] for one in request_ids if one in self._records]
             for record in known:
                 record.aborted = True
-            engine, away = self.engine, self.recovery is not None
+            engine, away = self.client, self.recovery is not None
             waiting = [record for record in known if away or not record.begun]
         self._end_records(waiting)
         if away:
@@ -165,7 +166,7 @@ class EngineThread:
         """
         with self._lock:
             self._require_open()
-            engine, away = self.engine, self.recovery is not None
+            engine, away = self.client, self.recovery is not None
         if away:
             return
         try:
@@ -176,7 +177,7 @@ class EngineThread:
 
     def wait_for_guide(self, guide: Guide) -> None:
         """Return once the last stage has compiled a guide, or is lost: the next one compiles it."""
-        engine = self.engine
+        engine = self.client
         try:
             engine.wait_for_guide(guide)
         except Exception as error:
@@ -204,11 +205,11 @@ class EngineThread:
                 self._starter.cancel()
                 self._thread.join(_END_S)
             elif self._error is None:
-                self.engine.abort(left)
-                self.engine.submit((), more=False)
+                self.client.abort(left)
+                self.client.submit((), more=False)
                 self._thread.join(_END_S)
                 if last is not None and self._error is None:
-                    last(self.engine)
+                    last(self.client)
         except Exception as error:  # whatever it is, the stages are taken down
             self._fail(error)
         finally:
@@ -233,7 +234,7 @@ class EngineThread:
                 raise RuntimeError("stages are being recovered: try again once they serve")
             self._moved.clear()
             self.recovery = recovery = self._starter.planned(made, reason=reason, action=action)
-            engine = self.engine
+            engine = self.client
         try:
             engine.halt()
         except Exception as error:
@@ -267,7 +268,7 @@ class EngineThread:
         if not lost or self._starter is None or self._closed or self._error is not None:
             return False
         with self._lock:
-            if engine is self.engine and self.recovery is None:
+            if engine is self.client and self.recovery is None:
                 self._suspect = engine, error
         return True
 
@@ -275,7 +276,7 @@ class EngineThread:
         """Hand out outputs until the loops have ended, or stages are lost for good."""
         while True:
             try:
-                self._hand_out(self.engine)
+                self._hand_out(self.client)
                 if self.recovery is None or not self._may_recover():
                     return
                 try:
@@ -341,7 +342,7 @@ class EngineThread:
         asked = {*ended, *(number for number in update.tokens if number in self._ruled)}
         if not asked:
             return {}
-        found = self.engine.noted(sorted(asked), ended)
+        found = self.client.noted(sorted(asked), ended)
         self._ruled.difference_update(ended)
         return found
 
@@ -353,8 +354,8 @@ class EngineThread:
         assert self._starter is not None
         with self._lock:
             self.recovery = self._starter.lost(error)
-            raised, failed = self.engine.was_refused, []
-            if self.engine.loss != "device":  # else the card says that it is no request's doing
+            raised, failed = self.client.was_refused, []
+            if self.client.loss != "device":  # else the card says that it is no request's doing
                 failed = self._hunt.note_loss(self._records.values(), raised=raised)
             self._suspect = None
             aborted = [record for record in self._records.values() if record.aborted]
@@ -393,7 +394,7 @@ class EngineThread:
         with self._lock:
             if self._closed:
                 raise StageLostError("the engine was closed")
-            self.engine = engine
+            self.client = engine
             records = self._hunt.chosen(list(self._records.values()))
             for record in self._records.values():
                 record.begun, record.held = False, record not in records

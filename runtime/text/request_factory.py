@@ -12,9 +12,10 @@ from threading import Lock
 from typing import Any, Protocol
 
 from llmpq.models.model_spec import ModelSpec
+from llmpq.runtime.launch.request_record import RequestOutputDelta
 from llmpq.runtime.requests.guides import GrammarCompiler, Newest
 from llmpq.runtime.requests.request import Finished, Request, too_long
-from llmpq.runtime.requests.request_output import NO_ROOM, CompletionOutput, Logprob
+from llmpq.runtime.requests.request_output import NO_ROOM, CompletionOutput, Logprob, RequestOutput
 from llmpq.runtime.requests.sampling_params import SamplingParams, token_list, whole_number
 from llmpq.runtime.requests.token_rules import (
     Guide,
@@ -42,6 +43,11 @@ _MARKS = "thinking_marks"
 
 class RequestLimits(Protocol):
     """What an engine has room for."""
+
+    @property
+    def max_rows(self) -> int:
+        """Requests that may run at once."""
+        ...
 
     @property
     def max_model_len(self) -> int:
@@ -94,7 +100,7 @@ class RequestFactory:
 
     def __init__(self, directory: Path, spec: ModelSpec, limits: RequestLimits) -> None:
         """`limits` refuse requests that can never run; the tokenizer is read meanwhile."""
-        self._spec, self._limits = spec, limits
+        self._spec, self.limits = spec, limits
         self.max_len = min(limits.max_model_len, spec.max_positions) - 1
         """Tokens of a prompt and its answer that are run: all but the answer's last."""
         self._tokenizer: Future[Tokenizer] = _begun(directory, spec)
@@ -127,7 +133,7 @@ class RequestFactory:
 
     def use_limits(self, limits: RequestLimits) -> None:
         """Refuse requests by other limits from now on."""
-        self._limits, self.max_len = limits, limits.max_model_len - 1
+        self.limits, self.max_len = limits, limits.max_model_len - 1
 
     @property
     def max_model_len(self) -> int:
@@ -213,7 +219,7 @@ class RequestFactory:
         )
         if params.max_tokens != 0 and len(tokens) >= self.max_model_len:
             raise too_long(len(tokens), self.max_model_len, max_positions=self._spec.max_positions)
-        self._limits.check(first)
+        self.limits.check(first)
         seed = secrets.randbits(62) if params.seed is None else params.seed
         with self._lock:
             number = self._num_requests
@@ -227,6 +233,15 @@ class RequestFactory:
             name=shown, prompt=text, tokens=tokens, requests=requests, params=params
         )
 
+    def has_room(self, prompt: PreparedPrompt) -> bool:
+        """Whether a prompt that another engine's factory has prepared can run on this engine."""
+        try:
+            for request in prompt.requests:
+                self.limits.check(request)
+        except ValueError:
+            return False
+        return True
+
     def stream_of(self, ask: PreparedPrompt) -> TextStream:
         """Return what an answer's text is made with, whole or while its tokens come."""
         request = ask.requests[0]
@@ -238,6 +253,29 @@ class RequestFactory:
             min_tokens=request.min_new,
             with_stop=ask.params.include_stop_str_in_output,
             skip_special=ask.params.skip_special_tokens,
+        )
+
+    def output_of(
+        self, prompt: PreparedPrompt, finished: Mapping[int, RequestOutputDelta]
+    ) -> RequestOutput:
+        """Return the answers to a prompt whose requests have all ended, by their ids."""
+        ends = [finished[request.id] for request in prompt.requests]
+        noted = ends[0].noted
+        scores = None
+        if prompt.params.prompt_logprobs is not None and (noted or len(prompt.tokens) == 1):
+            scores = [None, *self.logprobs(noted.prompt if noted else ())]
+        return RequestOutput(
+            request_id=prompt.name,
+            prompt=prompt.prompt,
+            prompt_token_ids=list(prompt.tokens),
+            outputs=[
+                self.output(prompt, index, end.finished, end.noted or LogprobOutput())
+                for index, end in enumerate(ends)
+                if end.finished is not None
+            ],
+            prompt_logprobs=scores,
+            failure=next((str(end.error) for end in ends if end.error is not None), None),
+            num_cached_tokens=ends[0].finished.num_prefix_hits if ends[0].finished else 0,
         )
 
     def output(

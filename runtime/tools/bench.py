@@ -177,7 +177,7 @@ def run_jobs(
         _log.info("job %d: %.1f tokens/s", index, report["output_throughput"])
         if index >= warm_up:
             reports.append(report)
-    peaks = llm.peak_memory()
+    peaks = llm.engine.client.peak_memory()
     for done in reports:
         if any(peaks):
             done["peak_memory_bytes"] = max(peaks)

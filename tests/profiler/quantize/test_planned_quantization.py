@@ -97,7 +97,7 @@ def test_devices_that_share_a_stage_hold_their_parts_of_the_codes(
     def scored(directory: Path, plan: Plan) -> torch.Tensor:
         with LLM(str(directory), plan=plan, backend="threads") as llm:
             (answer,) = llm.generate([{"prompt_token_ids": prompt}], asked)
-            for worker, load in zip(plan.workers, llm.load_reports, strict=True):
+            for worker, load in zip(plan.workers, llm.engine.client.load_reports, strict=True):
                 shape = planned_shape(plan, worker.stage, None, on_gpu=False)
                 held = member_memory(plan, worker, spec, shape)
                 if directory != demo_model:

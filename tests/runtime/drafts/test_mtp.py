@@ -183,7 +183,7 @@ def test_devices_that_share_stages_draft_with_the_head(
     asked = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
     with LLM(plan=plan, backend="threads", speculate="mtp", gamma=3) as llm:
         answers = llm.generate([{"prompt_token_ids": prompts[i]} for i in short], asked)
-        counted = llm.speculation()
+        counted = llm.engine.client.speculation()
     assert [a.outputs[0].token_ids for a in answers] == [expected[i] for i in short]
     assert counted is not None and counted["verifies"] > 0
 

@@ -112,7 +112,7 @@ def test_a_lost_stage_alone_is_loaded_again(demo_model, expected):
         (recovery,) = llm.recoveries
         own = [stage.num_layers for stage in llm.plan.stages]
         assert [recovery.num_held, recovery.num_loaded] == own
-        assert [load.num_held for load in llm.load_reports] == [own[0], 0]
+        assert [load.num_held for load in llm.engine.client.load_reports] == [own[0], 0]
 
 
 def test_what_does_not_pay_or_fit_is_said_and_nothing_moves(demo_model, expected):

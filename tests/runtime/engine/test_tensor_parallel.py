@@ -43,7 +43,7 @@ def generated(
         outputs = llm.generate(given, asked)
     ended = [output.outputs[0] for output in outputs]
     preempted = sum(one.num_preemptions for one in ended)
-    return Run([one.token_ids for one in ended], list(llm.load_reports), preempted)
+    return Run([one.token_ids for one in ended], list(llm.engine.client.load_reports), preempted)
 
 
 @pytest.mark.seldom
@@ -245,8 +245,8 @@ def test_a_size_is_enough(wide_model, random_prompts):
         how = {"tensor_parallel_size": size, "dtype": "float32", "max_num_seqs": 2}
         with llmpq.LLM(str(wide_model), backend="threads", max_model_len=256, **how) as llm:
             found.append([o.outputs[0].token_ids for o in llm.generate(given, asked)])
-            assert len(llm.plan.places) == size and len(llm.load_reports) == size
-            for place, load in zip(llm.plan.places, llm.load_reports, strict=True):
+            assert len(llm.plan.places) == size and len(llm.engine.client.load_reports) == size
+            for place, load in zip(llm.plan.places, llm.engine.client.load_reports, strict=True):
                 memory = place.memory
                 if memory is not None:
                     assert load.weights_bytes == memory.weights_bytes + memory.embedding_bytes

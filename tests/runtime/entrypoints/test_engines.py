@@ -19,7 +19,8 @@ from llmpq.errors import BadPlanError, StageLostError
 from llmpq.plans.topology import EngineShare, Topology
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.entrypoints.engines import Engines, _Dealer, _options_of
-from llmpq.runtime.entrypoints.llm import LLM, all_answers
+from llmpq.runtime.entrypoints.llm import LLM
+from llmpq.runtime.entrypoints.prompt_answerer import all_answers
 from llmpq.runtime.launch.request_record import RequestOutputDelta, RequestRecord
 from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.runtime.requests.request import Finished, Request
@@ -42,7 +43,7 @@ def test_answers_are_in_order_and_every_end_is_counted() -> None:
         def end(self, output: str, most_tokens: int) -> None:
             ended.append((output, most_tokens))
 
-    class PromptAnswerer:
+    class Answerer:
         def as_completed(self, prompts: Any, *, on_progress: Any) -> Any:
             yield from ((1, "second"), (0, "first"))
 
@@ -51,7 +52,7 @@ def test_answers_are_in_order_and_every_end_is_counted() -> None:
             return Shown()
 
     prompts: Any = [SimpleNamespace(most_tokens=3), SimpleNamespace(most_tokens=4)]
-    found = all_answers(PromptAnswerer(), prompts, use_tqdm=False)  # type: ignore[arg-type]
+    found = all_answers(Answerer(), prompts, use_tqdm=False)  # type: ignore[arg-type]
     assert found == ["first", "second"] and ended == [("second", 4), ("first", 3)]
 
 
@@ -71,8 +72,11 @@ class _Engine:
     max_rows = 256
 
     @property
-    def engine_thread(self) -> _Engine:
+    def engine(self) -> _Engine:
+        """As an `LLM` has it; so are the next two."""
         return self
+
+    request_factory = limits = engine
 
     def has_room(self, prompt: Any) -> bool:
         return True

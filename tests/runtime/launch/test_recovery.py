@@ -138,14 +138,16 @@ def test_stages_that_live_keep_their_process_and_layers(
     plan = make_plan(demo_model, STAGES, shares=shares, batch=8, prompt_len=64, gen_len=128)
     with LLM(demo_model, plan=plan, backend=backend) as llm:
         before = [stage["pid"] for stage in llm.stats()["stages"]]
-        warmed_up_s = sum(load.warm_s for load in llm.load_reports)
+        warmed_up_s = sum(load.warm_s for load in llm.engine.client.load_reports)
         killer = Killer(llm, (victim,))
         killer.start()
         outputs = llm.generate(PROMPTS, asked())
         killer.join(60)
         after = [stage["pid"] for stage in llm.stats()["stages"]]
         (recovery,) = llm.recoveries
-        assert sum(load.warm_s for load in llm.load_reports) < warmed_up_s, "requests wait"
+        assert sum(load.warm_s for load in llm.engine.client.load_reports) < warmed_up_s, (
+            "requests wait"
+        )
     assert seen(outputs) == undisturbed[1]
     assert [one != other for one, other in zip(before, after, strict=True)] == [
         index == victim for index in range(len(plan.places))

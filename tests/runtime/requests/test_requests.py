@@ -155,7 +155,7 @@ def test_a_request_with_rules_is_not_drafted_for_and_others_are(demo_model, make
             answers = made.generate(prompts, asked)
             texts.append([answer.text for answer in answers])
             assert len(answers[3].outputs[0].logprobs) == 24
-            report = made._engine.engine.speculation()
+            report = made.engine.client.speculation()
     assert texts[0][0] == texts[1][0] and texts[0][1:2] == texts[1][1:2]
     assert texts[0][3] == texts[1][3] == texts[0][0]
     assert report is not None and report["verifies"] > 0
