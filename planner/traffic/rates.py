@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -14,19 +14,24 @@ from llmpq.service_measures import ATTAINMENT, ServedRequest, ServiceLimits, Ser
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.traffic import BLOCK_OF_TRACE, Arrival, at_rate, repeated
 
+MAY_MISS = 1 - ATTAINMENT
+"""Share of the requests that may be beyond the limits at a rate that is kept."""
 RATE_STEP = 0.05
 """Relative distance of the rates that are tried: all are powers of the same number, so that engines
 have the same rate wherever the search for it began."""
-MOST_TRIES = 14
-NEXT, FARTHEST = 7, 56
-"""Steps from the first rate to the next to try (0.7 times as much), then twice as many each, at
-most so many (0.06 times), until one lasts and one does not."""
-FIRST_TRIES = 2
-"""Rates that are tried before requests far apart are."""
+MOST_TRIES = 18
+"""Rates that are simulated at most."""
+FARTHEST = 56
+"""Steps from one rate to the next at most: 0.06 times as much."""
+LEAST_SHARE = 3e-3
+"""What a smaller share of requests beyond the limits counts as."""
 STEP_S = 2e-4
 """Seconds of work of a simulated step (0.22 ms of a core, 2026-11)."""
 GENERATIONS = 3
 """Requests by which a rate is found, in those that run at once: fewer show no queue."""
+
+Tried = tuple[float, float]
+"""The number of a rate, and the share of the requests that is beyond the limits at it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +61,20 @@ def kept_apart(
     limits: ServiceLimits,
     rate_per_s: float,
     *,
+    settling: int = 0,
     deadline_s: float = math.inf,
 ) -> bool:
-    """Whether requests are within the limits where each is served alone; if not, at no rate."""
-    return attained(models, at_rate(traffic, APART * rate_per_s), limits, 0, deadline_s)
+    """Whether requests are within the limits where each is served alone; if not, at no rate.
+
+    `settling`: how many of the first do not count.
+    """
+    far = at_rate(traffic, APART * rate_per_s)
+    return lasts(missed_share(models, far, limits, settling, deadline_s))
+
+
+def lasts(missed: float) -> bool:
+    """Whether a rate at which such a share of the requests is beyond the limits is kept."""
+    return missed <= MAY_MISS + 1e-9
 
 
 def too_late_alone(
@@ -119,7 +134,6 @@ def highest_rate(
     limits: ServiceLimits,
     *,
     guess_per_s: float | None = None,
-    is_near: bool = False,
     above_per_s: float = 0.0,
     deadline_s: float = math.inf,
 ) -> RateFound:
@@ -128,11 +142,10 @@ def highest_rate(
     Without limits it is the rate at which requests end that all arrive at once. With limits it is
     a rate that lasts: a traffic that ends before engines are full says nothing of it, so it is
     repeated to `GENERATIONS` times the requests that run at once, of which the first are left out,
-    and no rate counts that is above the one at which requests end in full engines. Found by
-    bisection that begins at `guess_per_s`, a guess of that highest rate (`is_near`: to a few
-    percent), or just above `above_per_s`, if only rates above that are of interest. `deadline_s`:
-    of the clock of searches, from when on the best rate so far is returned, or `TimeoutError` is
-    raised where none was found.
+    and no rate counts that is above the one at which requests end in full engines. Looked for from
+    `guess_per_s` on, a guess of that highest rate, or from just above `above_per_s`, if only rates
+    above that are of interest. `deadline_s`: of the clock of searches, from when on the best rate
+    so far is returned, or `TimeoutError` is raised where none was found.
     """
     if limits.ttft_s is None and limits.tpot_s is None:
         at_once = measured_at(models, traffic, limits, math.inf, deadline_s=deadline_s)
@@ -147,88 +160,101 @@ def highest_rate(
     cut = False
 
     @cache
-    def lasts(rate: float) -> bool:
+    def missed(rate: float) -> float:
         nonlocal cut
         try:
-            return attained(models, at_rate(long, rate), limits, running, deadline_s)
+            return missed_share(models, at_rate(long, rate), limits, running, deadline_s)
         except TimeoutError:
             cut = True
             raise
 
-    if above_per_s and not lasts(_rate(_number(above_per_s) + 1)):
-        return RateFound(
-            rate_per_s=0.0, measure=lambda: measured_at(models, traffic, limits, above_per_s)
-        )
-    most = _full_rate(models, long, running, deadline_s)
-    low, rate = highest_lasting(
-        lasts,
-        lambda rate: kept_apart(models, traffic, limits, rate, deadline_s=deadline_s),
-        first=most if guess_per_s is None else min(most, guess_per_s),
-        most=most,
-        is_near=is_near,
-        above=above_per_s,
+    def apart(rate: float) -> bool:
+        return kept_apart(models, long, limits, rate, settling=running, deadline_s=deadline_s)
+
+    none = RateFound(
+        rate_per_s=0.0,
+        measure=lambda: measured_at(models, traffic, limits, above_per_s or guess_per_s),
     )
+    above = rate_of_number(rate_number(above_per_s) + 1) if above_per_s else 0.0
+    if above:
+        if not lasts(missed(above)):
+            return none
+    elif guess_per_s is not None and not apart(guess_per_s):
+        return none
+    most = _full_rate(models, long, running, deadline_s)
+    if above > most:
+        return none
+    first = above or min(most, guess_per_s or most)
+    if not above and guess_per_s is None and not apart(first):
+        return none
+    low, rate = highest_lasting(missed, first=first, most=most)
     return RateFound(
         rate_per_s=low, measure=lambda: measured_at(models, traffic, limits, rate), cut=cut
     )
 
 
 def highest_lasting(
-    lasts: Callable[[float], bool],
-    kept_far_apart: Callable[[float], bool],
-    *,
-    first: float,
-    most: float,
-    is_near: bool = False,
-    above: float = 0.0,
+    missed: Callable[[float], float], *, first: float, most: float
 ) -> tuple[float, float]:
     """Return the highest rate that lasts and itself, or 0 and the last tried where none was found.
 
-    Of rates that are RATE_STEP apart, by bisection that begins near `first`; none above `most` is
-    tried. `kept_far_apart`: whether requests are within the limits far apart, asked once where the
-    first rates are too high: if not, no rate is. A `TimeoutError` of either ends the search if
-    there is a rate by then.
-
-    `is_near`: `first` is thought to be near that rate, so steps up or down are short at first.
-    `above`: only rates above it are of interest. The next one is tried first, and none more if that
-    does not last.
+    `missed`: the share of requests beyond the limits at a rate. Of rates that are RATE_STEP apart,
+    from near `first` on (`_next_number`); none above `most` is tried. A `TimeoutError` ends the
+    search if there is a rate by then.
     """
-    top = _number(most)
-    at, step = min(top, _number(first)), 1 if above or is_near else NEXT
-    if above:
-        at = _number(above) + 1
-        if at > top:
-            return 0.0, most
-    low: int | None = None
-    high = top + 1
-    for tries in range(MOST_TRIES):
+    top = rate_number(most)
+    at, low, high = min(top, rate_number(first)), -math.inf, top + 1
+    tried: dict[int, float] = {}
+    for _ in range(MOST_TRIES):
         try:
-            found = lasts(_rate(at))
-            if not (found or low is not None) and (
-                above or (tries == FIRST_TRIES and not kept_far_apart(_rate(at)))
-            ):
-                break
+            tried[at] = max(missed(rate_of_number(at)), LEAST_SHARE)
         except TimeoutError:
-            if low is not None:
+            if low in tried:
                 break
             raise
-        low, high = (at, high) if found else (low, at)
-        if low is None:
-            at = high - step
-        elif high - low == 1:
+        low, high = (at, high) if lasts(tried[at]) else (low, at)
+        if high - low == 1:
             break
-        else:
-            at = min(low + step, high - 1 if high > top else (low + high) // 2)
-        step = min(FARTHEST, 2 * step)
-    return (0.0, _rate(at)) if low is None else (_rate(low), _rate(low))
+        at = min(_next_number(tried, low, high), top)
+    return (0.0, rate_of_number(at)) if low not in tried else (rate_of_number(low),) * 2
 
 
-def _rate(number: int) -> float:
+def _next_number(tried: Mapping[int, float], low: float, high: int) -> int:
+    """Return the number of the rate to try after others, of which it is to be above `low` alone.
+
+    A straight line of the logarithms of rate and share through the last two says where as many miss
+    the limits as may be. Where both last, or both do not, it leads from the last one on, at most
+    twice as far as from one to the other; with rates on either side the middle is as good then.
+    """
+    (at, share), others = list(tried.items())[-1], list(tried.items())[:-1]
+    below, before = lasts(share), others[-1] if others else None
+    alike = before is not None and lasts(before[1]) is below
+    if low in tried and high in tried:
+        line = _line((low, tried[low]), (high, tried[high]), MAY_MISS)
+        part = 0.5 if alike else min(0.75, max(0.25, (line - low) / (high - low)))
+        return min(high - 1, max(int(low) + 1, round(low + part * (high - low))))
+    if before is None:
+        step = abs(math.log(share / MAY_MISS) * (0.25 if below else 0.5) / math.log(1 - RATE_STEP))
+    else:
+        aim = MAY_MISS * (1.05 if below else 0.95)
+        rises = share > before[1] if below else share < before[1]
+        most = 2 * abs(at - before[0])
+        step = min(most, abs(_line(before, (at, share), aim) - at)) if rises else most
+    return at + (1 if below else -1) * min(FARTHEST, max(1, round(step)))
+
+
+def _line(one: Tried, other: Tried, share: float) -> float:
+    """Return where a share is on the line through two that were tried."""
+    (x, y), (x_other, y_other) = ((at, math.log(own)) for at, own in (one, other))
+    return x + (x_other - x) * (math.log(share) - y) / (y_other - y)
+
+
+def rate_of_number(number: float) -> float:
     """Return one of the rates that are tried."""
     return float((1 - RATE_STEP) ** -number)
 
 
-def _number(rate: float) -> int:
+def rate_number(rate: float) -> int:
     """Return the number of the highest of the rates that are tried that is not above a rate."""
     return math.floor(-math.log(rate) / math.log(1 - RATE_STEP) + 1e-6)
 
@@ -255,34 +281,44 @@ def _full_rate(
     return (last - running) / max(ends[last] - ends[running], 1e-9)
 
 
-def attained(
+def missed_share(
     models: Sequence[EngineModel],
     traffic: Sequence[Arrival],
     limits: ServiceLimits,
     settling: int,
     deadline_s: float,
-) -> bool:
-    """Whether `ATTAINMENT` of the requests are within the limits, the `settling` first left out.
+) -> float:
+    """Return the share of the requests beyond the limits, the `settling` first left out.
 
-    The first ones find engines empty. Simulated until enough of them are, or too many are not.
+    The first ones find engines empty. Simulated until as many are within the limits as have to be
+    (`ATTAINMENT`), or too many are not: it is the share of those of which that is known by then,
+    and above what may be just where that of all is.
     """
-    count = len(traffic) - settling
-    good = bad = 0
+    count, missed = len(traffic) - settling, set[int]()
+    good = 0
+
+    def miss(number: int) -> None:
+        if number >= settling:
+            missed.add(number)
+            if (count - len(missed)) / count < ATTAINMENT:
+                raise _Known
 
     def ended(one: ServedRequest) -> None:
-        nonlocal good, bad
-        if one.number < settling:
+        nonlocal good
+        if one.number < settling or one.number in missed:
             return
-        if limits.keeps(one):
-            good += 1
-        else:
-            bad += 1
-        if good / count >= ATTAINMENT or (count - bad) / count < ATTAINMENT:
+        if not limits.keeps(one):
+            miss(one.number)
+            return
+        good += 1
+        if good / count >= ATTAINMENT:
             raise _Known
 
     with suppress(_Known):
-        simulate(models, traffic, late=_late_after(deadline_s), ended=ended)
-    return good / count >= ATTAINMENT
+        simulate(
+            models, traffic, late=_late_after(deadline_s), ended=ended, within=limits, missed=miss
+        )
+    return len(missed) / (good + len(missed))
 
 
 def _late_after(deadline_s: float) -> Callable[[], bool]:

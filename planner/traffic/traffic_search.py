@@ -259,7 +259,6 @@ class _Search:
                 traffic.arrivals[: self.few(engine)],
                 traffic.limits,
                 guess_per_s=engine.steady.rate_per_s * (self.kept or 1.0),
-                is_near=self.kept is not None,
                 above_per_s=above_per_s,
                 deadline_s=self.deadline_s,
             )

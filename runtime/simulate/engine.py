@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.requests.request import MicroBatch, Request
 from llmpq.runtime.simulate.rounds import Clock, SteadySteps, pass_rounds
 from llmpq.runtime.simulate.step_times import StepRows, TimedStage
-from llmpq.service_measures import ServedRequest
+from llmpq.service_measures import ServedRequest, ServiceLimits
 
 TOKEN = 5
 """Stands for any token of an answer."""
@@ -34,15 +35,22 @@ class SimulatedEngine:
         *,
         host_s: float = 0.0,
         ended: Callable[[ServedRequest], None] | None = None,
+        within: ServiceLimits | None = None,
+        missed: Callable[[int], None] | None = None,
     ) -> None:
         """`host_s`: what the host needs for each step beside the stages.
 
-        `ended`: called with each request as it ends; what it raises ends the simulation.
+        `ended`: called with each request as it ends; `missed`: with the number of each that is
+        under way when it can no longer be `within` limits. What they raise ends the simulation.
         """
         self._scheduler = Scheduler(limits)
         self._stages = stages
         self._host_s = host_s
-        self._ended = ended
+        self._ended, self._missed = ended, missed
+        self._within = ServiceLimits() if missed is None or within is None else within
+        self._due: list[tuple[float, int, float, int]] = []
+        """(when it is late, its number, since when, tokens for which it has had time) of requests:
+        that lack the first token (0 tokens), or others behind it."""
         ahead = limits.tokens_ahead > 1
         self._most = max_ahead(len(stages)) if ahead else max_in_flight(len(stages))
         self._free = [0.0] * (2 * len(stages))
@@ -73,6 +81,8 @@ class SimulatedEngine:
                 self.now = max(self.now, self._inbox[0][0])
             self._pass_rounds(min(until_s, self._inbox[0][0] if self._inbox else math.inf))
             self._take()
+            if self._due and self._due[0][0] < self.now:
+                self._note_missed()
             issued = []
             while len(self._under_way) < self._most:
                 micro_batch = self._scheduler.next_micro_batch()
@@ -88,8 +98,22 @@ class SimulatedEngine:
         while self._inbox and self._inbox[0][0] <= self.now:
             at_s, request = self._inbox.popleft()
             self._at[request.id] = at_s
+            if self._within.ttft_s is not None:
+                heappush(self._due, (at_s + self._within.ttft_s, request.id, at_s, 0))
             self._scheduler.submit(request)
             self._steady.clear()
+
+    def _note_missed(self) -> None:
+        """Tell of the requests that are late by now, whatever comes."""
+        assert self._missed is not None
+        while self._due and self._due[0][0] < self.now:
+            _, number, since_s, tokens = heappop(self._due)
+            if number not in self._at or (not tokens and number in self._first):
+                continue
+            each_s = (self.now - since_s) / max(1, tokens)
+            limit_s = self._within.tpot_s if tokens else self._within.ttft_s
+            if limit_s is not None and each_s > limit_s:
+                self._missed(number)
 
     def _pass_rounds(self, until_s: float) -> None:
         """Pass steps in which the same rows decode and nothing else happens, if there are some."""
@@ -129,8 +153,13 @@ class SimulatedEngine:
         ended = self._scheduler.update_from_output(micro_batch, tokens)
         for row in micro_batch.not_only_decoding:
             request, news = micro_batch.requests[row], micro_batch.news.get(row)
-            if (news is None or news.samples) and request.id in self._at:
-                self._first.setdefault(request.id, self.now)
+            samples = news is None or news.samples
+            if samples and request.id in self._at and request.id not in self._first:
+                self._first[request.id] = self.now
+                tokens = request.max_new - 1
+                if tokens and self._within.tpot_s is not None:
+                    due_s = self.now + tokens * self._within.tpot_s
+                    heappush(self._due, (due_s, request.id, self.now, tokens))
         for request in ended:
             served = ServedRequest(
                 number=request.id,

@@ -57,9 +57,21 @@ class EngineModel:
             return self
         return replace(self, limits=replace(self.limits, prefix_cache=False))
 
-    def engine(self, ended: Callable[[ServedRequest], None] | None = None) -> SimulatedEngine:
-        """Return it, idle at 0 s; `ended` is called with each request as it ends."""
-        return SimulatedEngine(self.limits, self.stages, host_s=self.host_s, ended=ended)
+    def engine(
+        self,
+        ended: Callable[[ServedRequest], None] | None = None,
+        within: ServiceLimits | None = None,
+        missed: Callable[[int], None] | None = None,
+    ) -> SimulatedEngine:
+        """Return it, idle at 0 s; arguments are those of `SimulatedEngine`."""
+        return SimulatedEngine(
+            self.limits,
+            self.stages,
+            host_s=self.host_s,
+            ended=ended,
+            within=within,
+            missed=missed,
+        )
 
 
 @dataclass
@@ -79,17 +91,22 @@ def simulate(
     vocab: int = 1000,
     late: Callable[[], bool] | None = None,
     ended: Callable[[ServedRequest], None] | None = None,
+    within: ServiceLimits | None = None,
+    missed: Callable[[int], None] | None = None,
 ) -> list[ServedRequest]:
     """Return when each request of a traffic is served, in order of arrival.
 
     `ValueError` names a request for which no engine has room; `TimeoutError` where it is `late`,
     which is asked before every step. `ended` is called with each request as it ends: of one engine
-    in order of time, of several by turns. What it raises ends the simulation.
+    in order of time, of several by turns; `missed` with the number of each that is under way when
+    it can no longer be `within` limits. What they raise ends the simulation.
     """
     shares_blocks = any(arrival.blocks for arrival in traffic)
     if not shares_blocks:  # nothing to be found, so that nothing need be kept for it
         models = [one.without_prefixes() for one in models]
-    replicas = [_Replica(engine=one.engine(ended), speed=one.speed) for one in models]
+    replicas = [
+        _Replica(engine=one.engine(ended, within, missed), speed=one.speed) for one in models
+    ]
     work: dict[int, float] = {}
     for number, arrival in enumerate(traffic):
         if len(replicas) > 1:

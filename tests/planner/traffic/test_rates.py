@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,80 +11,57 @@ import pytest
 from llmpq.planner.evaluate.engine_simulation import EngineModel, StepRows, simulate
 from llmpq.planner.traffic.rates import (
     RATE_STEP,
-    attained,
     highest_lasting,
+    lasts,
+    missed_share,
     requests_at_once,
     too_late_alone,
     uncached_prompts,
 )
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.simulate.step_times import TimedStage
-from llmpq.service_measures import ATTAINMENT, ServiceLimits
+from llmpq.service_measures import ATTAINMENT, ServedRequest, ServiceLimits
 from llmpq.traffic import Arrival, at_rate, poisson_traffic
 
 pytestmark = pytest.mark.pure
 
 
-STEP = 1 / (1 - RATE_STEP)
+SHARES: dict[str, Callable[[float], float]] = {
+    "as the root": lambda u: 0.1 * u**0.5,
+    "as the square": lambda u: 0.1 * u**2,
+    "steeply": lambda u: min(1.0, 0.1 * u**8),
+    "at once": lambda u: 0.08 if u <= 1 else 0.125,
+    "hardly": lambda u: 0.099 if u <= 1 else 0.11,
+}
+"""How many requests miss the limits at so many times the highest rate that lasts."""
 
 
-@pytest.mark.parametrize(
-    ("first", "most", "highest", "tried"),
-    [
-        # As many as full engines end last: nothing more to look for.
-        (0, 0, 9, [0]),
-        # Too high: 7, 14, 28 steps lower; then halves of what is between.
-        (0, 0, -47, [0, -7, -21, -49, -35, -42, -46, -48, -47]),
-        # The guess lasts: up by 7 steps, not above the most there can be.
-        (0, 5, 9, [0, 5]),
-        (0, 50, 3, [0, 7, 3, 5, 4]),
-    ],
-)
-def test_rates_are_tried_in_this_order(
-    first: int, most: int, highest: int, tried: list[int]
-) -> None:
+def _found(shape: str, highest: float, first: float, most: float) -> float:
     asked = []
 
-    def lasts(rate: float) -> bool:
-        asked.append(math.log(rate, STEP))
-        return rate <= 1.001 * STEP**highest
-
-    found, _ = highest_lasting(lasts, lambda _: True, first=STEP**first, most=STEP**most)
-    assert asked == pytest.approx(tried)
-    assert found == pytest.approx(STEP ** min(highest, most))
-
-
-def test_engines_have_the_same_rate_wherever_the_search_for_it_began() -> None:
-    """And none that others have, too, is looked for above it."""
-    found = {
-        highest_lasting(
-            lambda rate: rate <= 3.3, lambda _: True, first=first, most=most, is_near=near
-        )[0]
-        for first in (0.01, 0.5, 3.2, 3.3, 3.4, 7.0, 90.0)
-        for most in (3.4, 20.0, 1000.0)
-        for near in (False, True)
-    }
-    assert len(found) == 1 and (1 - RATE_STEP) * 3.3 < min(found) <= 3.3
-    lasts = lambda rate: rate <= 3.3  # noqa: E731
-    for above, rate in ((min(found), 0.0), (0.99 * min(found), min(found)), (2.0, min(found))):
-        own = highest_lasting(lasts, lambda _: True, first=9.0, most=9.0, above=above)[0]
-        assert own == rate
-
-
-@pytest.mark.parametrize("apart", [True, False])
-def test_requests_far_apart_are_asked_once_where_three_rates_are_too_high(apart: bool) -> None:
-    asked, rates = [], []
-
-    def kept_far_apart(rate: float) -> bool:
+    def missed(rate: float) -> float:
         asked.append(rate)
-        return apart
+        return SHARES[shape](rate / highest)
 
-    def lasts(rate: float) -> bool:
-        rates.append(rate)
-        return False
+    found, rate = highest_lasting(missed, first=first, most=most)
+    assert found == rate == max(rate for rate in asked if rate <= highest)
+    assert found > (1 - RATE_STEP) * min(highest, most) and max(asked) <= most
+    assert len(asked) <= (10 if 0.6 <= highest / first <= 1.1 else 18)
+    return found
 
-    assert highest_lasting(lasts, kept_far_apart, first=1.0, most=1.0)[0] == 0
-    assert asked == pytest.approx([STEP**-21]) and len(rates) == (14 if apart else 3)
+
+@pytest.mark.parametrize("shape", SHARES)
+@pytest.mark.parametrize("highest", [0.001, 0.02, 0.3, 0.6, 0.9, 1.1, 1.5, 3.0, 50.0])
+def test_the_highest_rate_is_found_from_any_guess(shape: str, highest: float) -> None:
+    """Engines have the same one wherever the search for it began."""
+    tried = ((1.0, 10.0), (10.0, 10.0), (highest, 11.0), (0.02, 10.2))
+    rates = {_found(shape, highest, first, most) for first, most in tried}
+    assert len(rates) == 1 or highest > 10
+
+
+def test_no_rate_is_found_where_none_lasts() -> None:
+    assert highest_lasting(lambda _: 1.0, first=1.0, most=10.0)[0] == 0
+    assert 9.5 < highest_lasting(lambda _: 0.0, first=11.0, most=10.0)[0] <= 10.0
 
 
 @pytest.mark.parametrize(("late_at", "found"), [(1, None), (2, 10)])
@@ -92,17 +70,17 @@ def test_a_search_that_is_late_has_the_best_rate_so_far_or_none(
 ) -> None:
     asked = []
 
-    def lasts(rate: float) -> bool:
+    def missed(rate: float) -> float:
         asked.append(rate)
         if len(asked) == late_at:
             raise TimeoutError
-        return True
+        return 0.0
 
     if found is None:
         with pytest.raises(TimeoutError):
-            highest_lasting(lasts, lambda _: True, first=10, most=20)
+            highest_lasting(missed, first=10, most=20)
     else:
-        rate, _ = highest_lasting(lasts, lambda _: True, first=10, most=20)
+        rate, _ = highest_lasting(missed, first=10, most=20)
         assert (1 - RATE_STEP) * found < rate <= found
 
 
@@ -146,12 +124,36 @@ def test_no_rate_is_kept_where_too_many_prompts_take_too_long_alone(
 
 @pytest.mark.parametrize("rate", [0.05, 0.2, 0.4, 1.0, 5.0])
 @pytest.mark.parametrize("ttft_s", [0.5, 1.5, 4.0])
-def test_what_is_attained_is_what_a_whole_simulation_says(rate: float, ttft_s: float) -> None:
+@pytest.mark.parametrize("tpot_s", [0.05, 0.5])
+@pytest.mark.parametrize("engines", [1, 2])
+def test_what_is_attained_is_what_a_whole_simulation_says(
+    rate: float, ttft_s: float, tpot_s: float, engines: int
+) -> None:
+    """Though it ends where enough are known to be late, or in time."""
     traffic = at_rate(poisson_traffic([20, 60, 150], [2, 9], requests=60, seed=3), rate)
-    limits, models = ServiceLimits(ttft_s=ttft_s, tpot_s=0.5), [_engine(), _engine()]
+    limits, models = ServiceLimits(ttft_s=ttft_s, tpot_s=tpot_s), [_engine()] * engines
     served = simulate(models, traffic)[10:]
     whole = sum(map(limits.keeps, served)) / len(served) >= ATTAINMENT
-    assert attained(models, traffic, limits, 10, math.inf) is whole
+    assert lasts(missed_share(models, traffic, limits, 10, math.inf)) is whole
+
+
+@pytest.mark.parametrize(
+    "limits", [ServiceLimits(ttft_s=2.0), ServiceLimits(tpot_s=0.03), ServiceLimits()]
+)
+def test_what_is_late_is_told_before_it_ends(limits: ServiceLimits) -> None:
+    """Of each request that ends beyond the limits, once, and of no other one."""
+    traffic = at_rate(poisson_traffic([20, 60, 150], [2, 90], requests=60, seed=3), 5.0)
+    missed, late, early = list[int](), list[int](), list[int]()
+
+    def ended(one: ServedRequest) -> None:
+        if not limits.keeps(one):
+            late.append(one.number)
+            if one.number not in missed:
+                early.append(one.number)
+
+    simulate([_engine()], traffic, ended=ended, within=limits, missed=missed.append)
+    assert len(set(missed)) == len(missed) and set(missed) <= set(late)
+    assert len(early) <= len(late) // 2 and bool(late) is (limits != ServiceLimits())
 
 
 def test_what_a_prefix_cache_may_have_does_not_make_a_prompt_late() -> None:

@@ -437,13 +437,13 @@ def test_a_rate_beside_which_no_higher_ones_were_tried_is_said_to_be_the_least(
     """The time is over when a second rate is simulated."""
     tried = list[float]()
 
-    def once(*args: Any) -> bool:
+    def once(*args: Any) -> float:
         tried.append(0.0)
-        if len(tried) > 1:
+        if len(tried) > 2:  # the first is of requests far apart
             raise TimeoutError
-        return True
+        return 0.0
 
-    monkeypatch.setattr(rates, "attained", once)
+    monkeypatch.setattr(rates, "missed_share", once)
     traffic, limits = _even(20), ServiceLimits(tpot_s=1.0)
     model = _model("t4", 8)
     found = highest_rate([model], traffic.arrivals, limits, guess_per_s=0.01)
@@ -451,7 +451,7 @@ def test_a_rate_beside_which_no_higher_ones_were_tried_is_said_to_be_the_least(
     line = highest_line(found.rate_per_s, replace(traffic, limits=limits), cut=found.cut)
     assert line.startswith("highest rate: at least 0.00989 requests/s, with 90% of the requests")
     tried.clear()
-    monkeypatch.setattr(rates, "attained", lambda *_: True)
+    monkeypatch.setattr(rates, "missed_share", lambda *_: 0.0)
     assert not highest_rate([model], traffic.arrivals, limits, guess_per_s=0.01).cut
 
 
