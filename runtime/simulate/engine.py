@@ -178,9 +178,17 @@ class SimulatedEngine:
 
 def step_rows(micro_batch: MicroBatch) -> StepRows:
     """Return the rows of a step: those of one token behind others decode."""
-    starts_B, counts_B = micro_batch.starts_B, micro_batch.num_new_B
-    decodes_B = (counts_B == 1) & (starts_B > 0)
-    chunks = zip(starts_B[~decodes_B].tolist(), counts_B[~decodes_B].tolist(), strict=True)
-    samples = len(starts_B) - sum(not row.samples for row in micro_batch.news.values())
-    caches = (starts_B[decodes_B] + 1).tolist()
-    return StepRows(chunks=list(chunks), caches=caches, samples=samples)
+    starts_B, first = micro_batch.starts_B, micro_batch.num_decoding
+    caches: list[int] = (starts_B[:first] + 1).tolist()
+    chunks: list[tuple[int, int]] = []
+    samples = len(starts_B)
+    if samples > first:
+        counts = micro_batch.num_new_B[first:].tolist()
+        for start, count in zip(starts_B[first:].tolist(), counts, strict=True):
+            if count == 1 and start > 0:
+                caches.append(start + 1)
+            else:
+                chunks.append((start, count))
+    for row in micro_batch.news.values():
+        samples -= not row.samples
+    return StepRows(chunks, caches, samples)

@@ -107,9 +107,9 @@ def _steps(
     """
     found: list[_Step] = []
     for own in caches:
-        for_rows = _rows(own, 0)
+        for_rows = StepRows([], own, len(own))
         first = [stage.seconds(for_rows) for stage in stages]
-        rounds, more = _straight(stages, own, first, rounds)
+        rounds, more = _straight(stages, for_rows, first, rounds)
         found.append(
             _Step(
                 first_s=tuple(first),
@@ -122,7 +122,7 @@ def _steps(
 
 
 def _straight(
-    stages: Sequence[TimedStage], caches: Sequence[int], first: Sequence[float], rounds: int
+    stages: Sequence[TimedStage], rows: StepRows, first: Sequence[float], rounds: int
 ) -> tuple[int, tuple[float, ...]]:
     """Return for how many rounds a step's seconds are linear, and by how much they grow a round.
 
@@ -130,11 +130,11 @@ def _straight(
     """
     while rounds >= LEAST:
         last, middle = rounds - 1, (rounds - 1) // 2
+        at_last, at_middle = rows.later(last), rows.later(middle)
         more = tuple(
-            (stage.seconds(_rows(caches, last)) - one) / last
-            for stage, one in zip(stages, first, strict=True)
+            (stage.seconds(at_last) - one) / last for stage, one in zip(stages, first, strict=True)
         )
-        between = [stage.seconds(_rows(caches, middle)) for stage in stages]
+        between = [stage.seconds(at_middle) for stage in stages]
         if all(
             abs(one + middle * slope - own) <= STRAIGHT * own
             for one, slope, own in zip(first, more, between, strict=True)
@@ -142,11 +142,6 @@ def _straight(
             return rounds, more
         rounds = middle
     return 0, ()
-
-
-def _rows(caches: Sequence[int], more: int) -> StepRows:
-    """Return rows of one token each, `more` rounds later."""
-    return StepRows(chunks=[], caches=[n + more for n in caches], samples=len(caches))
 
 
 def pass_rounds(

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from llmpq.costs.cost_model import LatencyEntry, Phase, new_tokens, taken_length
 from llmpq.plans.plan import Plan, StagePlan
@@ -36,121 +37,183 @@ TOKEN_BYTES = 8
 """Of a sampled token on its way back to the first stage."""
 
 
-@dataclass(frozen=True)
 class StepRows:
-    """What a step computes."""
+    """What a step computes. Times that parts of several stages have in common are noted in it."""
 
-    chunks: Sequence[tuple[int, int]]
-    """(tokens before it, tokens) of each chunk of a prompt."""
-    caches: Sequence[int]
-    """Tokens in the cache of each decoding row, its new one included."""
-    samples: int
-    """Rows that bring a new token."""
+    __slots__ = ("_keys", "_more", "_prompts", "caches", "chunks", "known_s", "samples", "tokens")
 
-    @cached_property
-    def tokens(self) -> int:
+    def __init__(
+        self, chunks: Sequence[tuple[int, int]], caches: Sequence[int], samples: int
+    ) -> None:
+        """`chunks`: (tokens before it, tokens) of each chunk of a prompt.
+
+        `caches`: tokens in the cache of each decoding row, its new one included. `samples`: rows
+        that bring a new token.
+        """
+        self.chunks, self.caches, self.samples = chunks, caches, samples
+        self.tokens = len(caches)
         """New tokens of all rows."""
-        return sum(tokens for _, tokens in self.chunks) + len(self.caches)
-
-    @cached_property
-    def known_s(self) -> dict[tuple[int, int], float]:
+        for _, tokens in chunks:
+            self.tokens += tokens
+        self._more = 0
+        self.known_s: dict[tuple[int, int], float] = {}
         """Seconds of a layer, by the `id` of its entries."""
-        return {}
+        self._keys: dict[Windows, tuple[float, float]] = {}
+        self._prompts: dict[tuple[Windows, int], tuple[float, ...]] = {}
 
-    @cached_property
-    def _known(self) -> dict[tuple[object, ...], tuple[float, ...]]:
-        return {}
+    def later(self, rounds: int) -> StepRows:
+        """Return the same rows, without chunks, so many rounds later: caches of as many more."""
+        rows = StepRows([], self.caches, self.samples)
+        rows._more = rounds
+        if () in self._keys:
+            every, most = self._keys[()]
+            rows._keys[()] = every + rounds * len(self.caches), most + rounds
+        return rows
 
-    def keys(self, windows: Windows) -> tuple[float, ...]:
+    def keys(self, windows: Windows) -> tuple[float, float]:
         """Return the keys that decoding rows see: of all, and of the one that sees most."""
-        if ("keys", windows) not in self._known:
-            keys: Sequence[float] = self.caches
-            if windows:
-                keys = [float(attended_keys(float(n), windows)) for n in self.caches]
-            self._known["keys", windows] = float(sum(keys)), float(max(keys, default=0))
-        return self._known["keys", windows]
+        if windows not in self._keys:
+            self._keys[windows] = self._seen(windows)
+        return self._keys[windows]
+
+    def _seen(self, windows: Windows) -> tuple[float, float]:
+        caches, more = self.caches, self._more
+        if not caches:
+            return 0.0, 0.0
+        if not windows:
+            return float(sum(caches) + more * len(caches)), float(max(caches) + more)
+        keys = attended_keys(np.array(caches, dtype=np.float64) + more, windows)
+        return float(keys.sum()), float(keys.max())
 
     def prompts(self, windows: Windows, padded_to: int) -> tuple[float, ...]:
         """Return of the chunks their tokens, the longest, twice their pairs, the sum of s p, and
         the most keys before one of them."""
-        key = ("prompts", windows, padded_to)
-        if key not in self._known:
+        key = (windows, padded_to)
+        if key not in self._prompts:
             chunks = [
                 (float(at), taken_length(Phase.PREFILL, n, padded_to)) for at, n in self.chunks
             ]
             before = [float(keys_before_chunk(at, n, windows)) for at, n in chunks]
-            self._known[key] = (
+            self._prompts[key] = (
                 sum(length for _, length in chunks),
                 max(length for _, length in chunks),
                 sum(float(twice_the_pairs(length, windows)) for _, length in chunks),
                 sum(n * keys for (_, n), keys in zip(chunks, before, strict=True)),
                 max(before),
             )
-        return self._known[key]
+        return self._prompts[key]
 
 
-@dataclass(frozen=True)
+class ChunkTimes:
+    """A prefill entry's times of steps with chunks, without what caches of others add."""
+
+    def __init__(self, entry: LatencyEntry) -> None:
+        self._entry = entry
+        self._terms = [
+            [(_CHUNK_TERMS.index(term), c) for term, c in regime.terms.items()]
+            for regime in entry.regimes
+        ]
+        """Of each regime: where a term's value stands, and its coefficient."""
+        self._before = [
+            0.0 if "v*s*p" in regime.terms else 2 * regime.terms.get("v*s^2", 0.0)
+            for regime in entry.regimes
+        ]
+        self._curves: dict[float, list[float]] = {}
+
+    def seconds(self, rows: StepRows) -> float:
+        """Return the time of a step."""
+        entry = self._entry
+        length, longest, pairs, before, most = rows.prompts(entry.windows, entry.padded_to)
+        whole = length + len(rows.caches)
+        tokens = whole
+        if entry.padding != "none":
+            tokens = new_tokens(Phase.PREFILL, v=1, length=whole, padding=entry.padding)
+        curves = self._curves.get(tokens)
+        if curves is None:
+            curves = [regime.curve_s(tokens) for regime in entry.regimes]
+            self._curves[tokens] = curves
+        values = (1.0, float(len(rows.chunks)), longest, tokens, pairs, before, most)
+        found = entry.launch_s
+        for curve, terms, per_key in zip(curves, self._terms, self._before, strict=True):
+            own = 0.0
+            for place, c in terms:
+                own += c * values[place]
+            found = max(found, curve + own + per_key * before)
+        return found
+
+
+_CHUNK_TERMS = ("1", "v", "s", "v*s", "v*s^2", "v*s*p", "p")
+"""What `ChunkTimes` has values of, in this order."""
+
+
+class DecodeTimes:
+    """A decode entry's times of rows with caches of any lengths."""
+
+    def __init__(self, entry: LatencyEntry) -> None:
+        self.entry = entry
+        self._lines: dict[int, list[tuple[float, float, float]]] = {}
+        """Number of rows -> seconds, seconds a key of all, seconds a key of the longest, of each
+        regime."""
+
+    def seconds(self, rows: StepRows) -> float:
+        """Return the time of a step of these rows alone."""
+        return max(self.entry.launch_s, self._seconds(rows))
+
+    def beside_chunks(self, rows: StepRows) -> float:
+        """Return what the rows' caches add to a step with chunks."""
+        products = max(line[0] for line in self._of(len(rows.caches)))
+        return self.entry.mixed_attention * max(0.0, self._seconds(rows) - products)
+
+    def _seconds(self, rows: StepRows) -> float:
+        every, most = rows.keys(self.entry.windows)
+        found = 0.0
+        for own, per_key, per_longest in self._of(len(rows.caches)):
+            found = max(found, own + every * per_key + most * per_longest)
+        return found
+
+    def _of(self, size: int) -> list[tuple[float, float, float]]:
+        if size not in self._lines:
+            count = new_tokens(Phase.DECODE, v=size, length=1, padding=self.entry.padding)
+            self._lines[size] = [
+                (
+                    regime.curve_s(count)
+                    + regime.terms.get("1", 0.0)
+                    + count * regime.terms.get("v", 0.0),
+                    regime.terms.get("v*(t+s)", 0.0),
+                    regime.terms.get("t+s", 0.0),
+                )
+                for regime in self.entry.regimes
+            ]
+        return self._lines[size]
+
+
 class _Part:
     """One sort of layers of a stage, or its embedding or head: entries of both phases."""
 
-    prefill: LatencyEntry
-    decode: LatencyEntry
-    count: int = 1
+    def __init__(self, prefill: LatencyEntry, decode: LatencyEntry, count: int = 1) -> None:
+        self._chunks, self._decoding = ChunkTimes(prefill), DecodeTimes(decode)
+        self._count, self._alike = count, (id(prefill), id(decode))
+        self._sampled_s: dict[int, float] = {}
 
     def seconds(self, rows: StepRows) -> float:
         """Return the time of a step; 0 where nothing is computed."""
-        known, alike = rows.known_s, (id(self.prefill), id(self.decode))
-        if alike not in known:  # stages of devices alike have the same entries
-            known[alike] = self._each_s(rows)
-        return self.count * known[alike]
+        known = rows.known_s.get(self._alike)
+        if known is None:  # stages of devices alike have the same entries
+            known = rows.known_s[self._alike] = self._each_s(rows)
+        return self._count * known
 
     def _each_s(self, rows: StepRows) -> float:
         if not rows.chunks:
-            return decode_s(self.decode, rows) if rows.caches else 0.0
-        own = chunks_s(self.prefill, rows)
-        if rows.caches:
-            keys = _decode_s(self.decode, rows) - _decode_s(self.decode, rows, keys=False)
-            own += self.decode.mixed_attention * max(0.0, keys)
-        return own
+            return self._decoding.seconds(rows) if rows.caches else 0.0
+        own = self._chunks.seconds(rows)
+        return own + self._decoding.beside_chunks(rows) if rows.caches else own
 
-
-def chunks_s(entry: LatencyEntry, rows: StepRows) -> float:
-    """Return a prefill entry's time of a step with chunks, without what caches of others add."""
-    length, longest, pairs, before, most = rows.prompts(entry.windows, entry.padded_to)
-    whole = length + len(rows.caches)
-    tokens = new_tokens(Phase.PREFILL, v=1, length=whole, padding=entry.padding)
-    values = {
-        "1": 1.0,
-        "v": float(len(rows.chunks)),
-        "s": longest,
-        "v*s": tokens,
-        "v*s^2": pairs,
-        "v*s*p": before,
-        "p": most,
-    }
-    found = entry.launch_s
-    for regime in entry.regimes:
-        own = regime.curve_s(tokens) + sum(c * values[t] for t, c in regime.terms.items())
-        if "v*s*p" not in regime.terms:
-            own += 2 * regime.terms.get("v*s^2", 0.0) * before
-        found = max(found, own)
-    return found
-
-
-def decode_s(entry: LatencyEntry, rows: StepRows) -> float:
-    """Return a decode entry's time of rows with caches of any lengths."""
-    return max(entry.launch_s, _decode_s(entry, rows))
-
-
-def _decode_s(entry: LatencyEntry, rows: StepRows, *, keys: bool = True) -> float:
-    every, most = rows.keys(entry.windows) if keys else (0.0, 0.0)
-    count = new_tokens(Phase.DECODE, v=len(rows.caches), length=1, padding=entry.padding)
-    found = 0.0
-    for regime in entry.regimes:
-        get = regime.terms.get
-        own = regime.curve_s(count) + get("1", 0.0) + count * get("v", 0.0)
-        found = max(found, own + every * get("v*(t+s)", 0.0) + most * get("t+s", 0.0))
-    return found
+    def sampled_s(self, samples: int) -> float:
+        """Return the time of so many rows of one token each."""
+        if samples not in self._sampled_s:
+            entry = self._decoding.entry
+            self._sampled_s[samples] = entry.seconds(v=samples, length=1)
+        return self._sampled_s[samples]
 
 
 @dataclass(frozen=True)
@@ -166,15 +229,18 @@ class TimedStage:
     row_bytes: int
     """Of a token's hidden state on its way to the next stage."""
     is_cpu: bool = False
+    _hops: dict[int, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
 
     def seconds(self, rows: StepRows) -> float:
         """Return for how long a step occupies the stage."""
-        total = sum(part.seconds(rows) for part in self.layers)
+        total = 0.0
+        for part in self.layers:
+            total += part.seconds(rows)
         if self.embedding is not None:
             total += self.embedding.seconds(rows)
         if self.head is not None and rows.samples:
             # Only rows that sample pass the head, each with one token.
-            total += self.head.decode.seconds(v=rows.samples, length=1)
+            total += self.head.sampled_s(rows.samples)
         return total * self.factor
 
     def hop(self, rows: StepRows) -> tuple[float, float]:
@@ -183,7 +249,9 @@ class TimedStage:
             return 0.0, 0.0
         last = self.head is not None
         sent = rows.samples * TOKEN_BYTES if last else rows.tokens * self.row_bytes
-        return self.link.busy_s(sent), self.link.seconds(sent)
+        if sent not in self._hops:
+            self._hops[sent] = self.link.busy_s(sent), self.link.seconds(sent)
+        return self._hops[sent]
 
     def host_s(self, rows: StepRows) -> float:
         """Return what a step's messages take of the core that computes; a GPU's is the host's."""

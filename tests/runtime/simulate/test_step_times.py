@@ -6,7 +6,7 @@ import pytest
 
 from llmpq.costs.cost_model import LatencyEntry, Phase, Regime
 from llmpq.precision import Precision
-from llmpq.runtime.simulate.step_times import StepRows, chunks_s, decode_s
+from llmpq.runtime.simulate.step_times import ChunkTimes, DecodeTimes, StepRows
 
 pytestmark = pytest.mark.pure
 
@@ -55,7 +55,7 @@ def test_chunks_of_equal_length_take_the_entrys_time(
 ) -> None:
     entry = _entry(Phase.PREFILL, **form)
     rows = StepRows(chunks=[(start, tokens)] * size, caches=[], samples=size)
-    assert chunks_s(entry, rows) == pytest.approx(
+    assert ChunkTimes(entry).seconds(rows) == pytest.approx(
         entry.chunk_s(v=size, start=start, length=tokens), rel=1e-12
     )
 
@@ -65,18 +65,20 @@ def test_chunks_of_equal_length_take_the_entrys_time(
 def test_caches_of_equal_length_take_the_entrys_time(form: dict[str, object], size: int) -> None:
     entry = _entry(Phase.DECODE, **form)
     rows = StepRows(chunks=[], caches=[300] * size, samples=size)
-    assert decode_s(entry, rows) == pytest.approx(entry.seconds(v=size, length=300), rel=1e-12)
+    assert DecodeTimes(entry).seconds(rows) == pytest.approx(
+        entry.seconds(v=size, length=300), rel=1e-12
+    )
 
 
 def test_unequal_rows_count_what_each_has() -> None:
     entry = _entry(Phase.DECODE, regimes=(DECODE[0],))
     rows = StepRows(chunks=[], caches=[100, 900], samples=2)
-    assert decode_s(entry, rows) == pytest.approx(8e-5 + 2e-7 + 1000e-9 + 900 * 2e-9)
+    assert DecodeTimes(entry).seconds(rows) == pytest.approx(8e-5 + 2e-7 + 1000e-9 + 900 * 2e-9)
     entry = _entry(Phase.PREFILL, regimes=(PREFILL[1],))
     rows = StepRows(chunks=[(0, 30), (128, 10)], caches=[77], samples=3)
     curve = 3e-4 * 40 / 899  # of 41 tokens
     own = 9e-5 + curve + (900 + 100) * 2e-11 + 10 * 128 * 5e-11 + 128 * 7e-9
-    assert chunks_s(entry, rows) == pytest.approx(own)
+    assert ChunkTimes(entry).seconds(rows) == pytest.approx(own)
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
