@@ -203,23 +203,26 @@ def highest_lasting(
     search if there is a rate by then.
     """
     top = rate_number(most)
-    at, low, high = min(top, rate_number(first)), -math.inf, top + 1
+    at, high = min(top, rate_number(first)), top + 1
+    low: int | None = None
     tried: dict[int, float] = {}
     for _ in range(MOST_TRIES):
         try:
             tried[at] = max(missed(rate_of_number(at)), LEAST_SHARE)
         except TimeoutError:
-            if low in tried:
+            if low is not None:
                 break
             raise
         low, high = (at, high) if lasts(tried[at]) else (low, at)
-        if high - low == 1:
+        if low is not None and high - low == 1:
             break
         at = min(_next_number(tried, low, high), top)
-    return (0.0, rate_of_number(at)) if low not in tried else (rate_of_number(low),) * 2
+    if low is None:
+        return 0.0, rate_of_number(at)
+    return rate_of_number(low), rate_of_number(low)
 
 
-def _next_number(tried: Mapping[int, float], low: float, high: int) -> int:
+def _next_number(tried: Mapping[int, float], low: int | None, high: int) -> int:
     """Return the number of the rate to try after others, of which it is to be above `low` alone.
 
     A straight line of the logarithms of rate and share through the last two says where as many miss
@@ -229,10 +232,10 @@ def _next_number(tried: Mapping[int, float], low: float, high: int) -> int:
     (at, share), others = list(tried.items())[-1], list(tried.items())[:-1]
     below, before = lasts(share), others[-1] if others else None
     alike = before is not None and lasts(before[1]) is below
-    if low in tried and high in tried:
+    if low is not None and high in tried:
         line = _line((low, tried[low]), (high, tried[high]), MAY_MISS)
         part = 0.5 if alike else min(0.75, max(0.25, (line - low) / (high - low)))
-        return min(high - 1, max(int(low) + 1, round(low + part * (high - low))))
+        return min(high - 1, max(low + 1, round(low + part * (high - low))))
     if before is None:
         step = abs(math.log(share / MAY_MISS) * (0.25 if below else 0.5) / math.log(1 - RATE_STEP))
     else:

@@ -156,10 +156,10 @@ class SimulatedEngine:
             samples = news is None or news.samples
             if samples and request.id in self._at and request.id not in self._first:
                 self._first[request.id] = self.now
-                tokens = request.max_new - 1
-                if tokens and self._within.tpot_s is not None:
-                    due_s = self.now + tokens * self._within.tpot_s
-                    heappush(self._due, (due_s, request.id, self.now, tokens))
+                others = request.max_new - 1
+                if others and self._within.tpot_s is not None:
+                    due_s = self.now + others * self._within.tpot_s
+                    heappush(self._due, (due_s, request.id, self.now, others))
         for request in ended:
             served = ServedRequest(
                 number=request.id,
