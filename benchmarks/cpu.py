@@ -272,7 +272,7 @@ def time_llama_behind(
 
 
 time_llama_once = functools.cache(time_llama_behind)
-"""What the first run told: filling a long cache takes minutes."""
+"""What the first run found: filling a long cache takes minutes."""
 _LONG = 2048
 
 

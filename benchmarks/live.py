@@ -227,8 +227,8 @@ def soak(args: argparse.Namespace) -> None:
             assert llm.stats()["running"] == llm.stats()["waiting"] == 0
             rss.append(resident_mib())
             objects.append(len(gc.get_objects()))
-            told = f"{rss[-1]:.0f} MiB, {objects[-1]} objects"
-            print(f"round {round_}: {counts}, {told}, {gauges}", flush=True)
+            memory = f"{rss[-1]:.0f} MiB, {objects[-1]} objects"
+            print(f"round {round_}: {counts}, {memory}, {gauges}", flush=True)
         first = min(1, len(rss) - 1)
         assert objects[-1] <= 1.001 * objects[first], objects
         assert [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts] == wanted

@@ -145,9 +145,9 @@ def simpler(case: RandomCase, time_limit_s: float, ilp: bool) -> dict[str, Tried
 
 
 def replay_differences(found: Answer) -> dict[str, float]:
-    """Return (simulated - told) / told, of fewer tokens where the job is long.
+    """Return (simulated - predicted) / predicted, of fewer tokens where the job is long.
 
-    Told: what the plan predicts, and what the search minimises, which may be another.
+    Predicted: by the plan, and by what the search minimises, which may be another.
     """
     p, a = found.problem, found.outcome.assignment
     _, md = p.counts(a.prefill_microbatch, a.decode_microbatch)
@@ -155,8 +155,8 @@ def replay_differences(found: Answer) -> dict[str, float]:
     work = p.workload.model_copy(update={"gen_len": min(p.workload.gen_len, most)})
     shorter = p.with_changes(workload=work)
     simulated = replay(shorter, a).total_s
-    told = {"replay_difference": reported_time, "search_difference": job_time}
-    return {name: simulated / time_of(shorter, a).total_s - 1 for name, time_of in told.items()}
+    known = {"replay_difference": reported_time, "search_difference": job_time}
+    return {name: simulated / time_of(shorter, a).total_s - 1 for name, time_of in known.items()}
 
 
 def accepted(found: Answer) -> bool:

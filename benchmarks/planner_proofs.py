@@ -13,7 +13,7 @@ of the smaller problem's value. `topologies` values all groupings of two or thre
 and shared stages (reference/all_topologies.py) beside the answer of the command, whose certificate
 must be accepted, and refused with one number or word of it or of the plan changed.
 
-One row a block of seeds: `planner_proofs`, value = cases that failed, each told on stderr with its
+One row a block of seeds: `planner_proofs`, value = cases that failed, each on stderr with its
 seed. A block that has its row at this commit is not run again.
 """
 

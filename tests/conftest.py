@@ -26,9 +26,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the hub for a model
 ALL = "LLMPQ_ALL_TESTS" in os.environ
 """Whether every drawn problem is tried, at every level of a CPU's instructions: `make test-all`."""
 OPTIMISED = "LLMPQ_NATIVE_OPTIMISED"
-TOLD = ALL or os.environ.get(OPTIMISED, "-O1") != "-O1"
+AS_ASKED = ALL or os.environ.get(OPTIMISED, "-O1") != "-O1"
 """Whether native code is compiled as asked for; a second process has "-O1" of the first."""
-if not TOLD:
+if not AS_ASKED:
     # Code for one level of a CPU's instructions takes 9 s of a core, not 24; commands have it too.
     os.environ[OPTIMISED] = "-O1"
 VOCAB, HIDDEN, POSITIONS = 199, 64, 128
@@ -129,7 +129,7 @@ def _not_needed(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return those without whom every value of each parameter still occurs, or every few of values.
 
     `@pytest.mark.thin` keeps every value, `thin(2)` every pair of values of two parameters. Values
-    that one `parametrize` lists together count as one, unless told `apart=True`.
+    that one `parametrize` lists together count as one, unless given `apart=True`.
     """
     mark = items[0].get_closest_marker("thin")
     few, lists = (*mark.args, 1)[0], [mark.args[0] for mark in items[0].iter_markers("parametrize")]
@@ -183,7 +183,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if library() is None:
             pytest.skip("needs an x86-64 CPU with AVX2 and a C++ compiler")
-    if not TOLD:
+    if not AS_ASKED:
         # Only the tests of a lesser level run its code, on small shapes: 4 s of a core.
         os.environ[OPTIMISED] = "-O0" if _is_of_a_lesser_level(item) else "-O1"
     _end_watch()

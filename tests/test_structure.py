@@ -83,7 +83,7 @@ def test_nothing_unpickles_or_evaluates(room: str) -> None:
 
 
 ONE_MEANING = {
-    "errors": "what a caller is told and with which code: of commands, and over HTTP",
+    "errors": "what a caller reads and with which code: of commands, and over HTTP",
     "reference": "the plain-torch twin of a sub-room's kernels",
 }
 """Names that several rooms have for the same thing, and which."""

@@ -7,7 +7,7 @@ layers      layers of dummy weights, timed as `llmpq-profile` times them (captur
             layers). The floor is what a step has to read at the card's listed bandwidth: of a
             mixture the experts that so many tokens are expected to be dispatch to, and the keys and
             values of its context.
-kernels     the same step, its time told apart by kernel: a kernel is charged from the end of the
+kernels     the same step, its time split by kernel: a kernel is charged from the end of the
             one before to its own end, so that launches which overlap add up to the step
 grouped     the two products of all experts of a layer at 4096 tokens as the runtime calls them,
             each beside one dense product of equal shape, and the sorting of pairs

@@ -5,7 +5,7 @@
 
 Kernels are compiled by some processes first. A line a (shape K x N, rows, bits): cuBLAS, and the
 configurations with their microseconds, wrong ones named. Cold L2, captured launches, medians.
-Weights are float16 and symmetric unless told (`choice.form_name`).
+Weights are float16 and symmetric unless asked otherwise (`choice.form_name`).
 """
 
 from __future__ import annotations

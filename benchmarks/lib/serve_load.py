@@ -260,7 +260,7 @@ def main(words: list[str], program: str) -> None:
                    str(port), "--no-access-log"]  # fmt: skip
         if options.replicas > 1:
             command += ["--replicas", str(options.replicas)]
-        told = []
+        measured = []
         with subprocess.Popen(command) as process:
             try:
                 wait_until_ready(port, process)
@@ -270,14 +270,14 @@ def main(words: list[str], program: str) -> None:
                     seen = asyncio.run(load(port, server, clients, seconds, twins, kinds))
                     took_s = time.monotonic() - began_s
                     own = {"clients": clients, "seconds": seconds}
-                    told.append(own | told_of(seen, took_s, before, buckets(port)))
-                    print(json.dumps(told[-1], indent=1), *seen.wrong[:5], sep="\n", flush=True)
+                    measured.append(own | told_of(seen, took_s, before, buckets(port)))
+                    print(json.dumps(measured[-1], indent=1), *seen.wrong[:5], sep="\n", flush=True)
                     ended_well &= not seen.wrong
             finally:
                 process.send_signal(signal.SIGTERM)
     if process.returncode:
         sys.exit(f"the server ended with code {process.returncode}")
-    for own in told if options.write else ():
+    for own in measured if options.write else ():
         more = {"model": Path(options.model).name, "stages": 2, "dtype": "float32", "kinds": kinds}
         if options.replicas > 1:
             more["replicas"] = options.replicas

@@ -185,9 +185,9 @@ async def all_of(port: int, prompts: list[list[list[int]]], answer_tokens: int) 
         while part := await reader.read(1 << 16):
             tail = (tail + part)[-TAIL_BYTES:]
         writer.close()
-        told = [line for line in tail.split(b"\n") if line.startswith(b"data: ")]
-        assert told[-1].strip() == b"data: [DONE]", told[-1]
-        return int(json.loads(told[-2][6:])["usage"]["completion_tokens"])
+        events = [line for line in tail.split(b"\n") if line.startswith(b"data: ")]
+        assert events[-1].strip() == b"data: [DONE]", events[-1]
+        return int(json.loads(events[-2][6:])["usage"]["completion_tokens"])
 
     async def client(own: list[list[int]]) -> int:
         return sum([await one(prompt) for prompt in own])

@@ -39,8 +39,8 @@ class OddTable:
         rows = [r for r in load("odd_clusters.jsonl", "odd_clusters", {}) if "seed" in r["case"]]
         newest = {row["case"]["limit_s"]: _clean(row) for row in rows}  # the last row's
         own = [row for row in rows if _clean(row) == newest[row["case"]["limit_s"]]]
-        told = ", ".join(f"{newest[limit]} ({limit:g} s)" for limit in sorted(newest))
-        return f"{summary(own)}\n\nCommits: {told}."
+        commits = ", ".join(f"{newest[limit]} ({limit:g} s)" for limit in sorted(newest))
+        return f"{summary(own)}\n\nCommits: {commits}."
 
 
 class ProofsTable:
@@ -54,13 +54,13 @@ class ProofsTable:
             mine = [row for row in rows if row["case"]["part"] == part]
             newest = _clean(mine[-1]) if mine else ""
             blocks = {r["case"]["seeds"]: r for r in mine if _clean(r) == newest}
-            told = [row["baselines"] for row in blocks.values()]
+            proofs = [row["baselines"] for row in blocks.values()]
             body.append(
                 [
                     part,
                     str(sum(_count(seeds) for seeds in blocks)),
-                    str(sum(int(base["compared"]) for base in told)),
-                    str(sum(int(base["proven"]) for base in told)),
+                    str(sum(int(base["compared"]) for base in proofs)),
+                    str(sum(int(base["proven"]) for base in proofs)),
                     str(sum(int(row["value"]) for row in blocks.values())),
                     newest,
                 ]
@@ -92,7 +92,7 @@ class MixedTable:
         worse = sum(row["value"] > 1 + WORSE for row in newest)
         commits = ", ".join(dict.fromkeys(_clean(row) for row in newest))
         clusters = len({number for number, _ in found})
-        told = [
+        sentences = [
             f"{len(newest)} jobs on {clusters} clusters, {worse} beaten.",
             *(
                 f"CPU of {len(own)} {name}: p50 {own[len(own) // 2]:.1f} s, most {own[-1]:.1f} s."
@@ -101,7 +101,7 @@ class MixedTable:
             ),
             f"Commits: {commits}.",
         ]
-        return f"{markdown(head, [_mixed_line(row) for row in newest])}\n\n{' '.join(told)}"
+        return f"{markdown(head, [_mixed_line(row) for row in newest])}\n\n{' '.join(sentences)}"
 
 
 def _mixed_line(row: Row) -> list[str]:

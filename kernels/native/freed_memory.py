@@ -24,7 +24,7 @@ _TRIM, _MAPPED = -1, -3
 _MAPPED_FROM_BYTES, _KEPT_BYTES = 256 << 10, 1 << 20
 """The size from which an allocation is mapped, and what the heap may keep free at its end."""
 _LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""By which torch is told to advise the kernel so; it is read as the first tensor is allocated."""
+"""The setting by which torch advises the kernel so; it is read as the first tensor is allocated."""
 _CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
 """Environment variables by which the user has chosen how memory is allocated."""
 

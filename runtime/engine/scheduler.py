@@ -303,7 +303,7 @@ class Scheduler:
         """Be as after so many rounds (`rounds_ahead`) of so many steps, which brought `token`.
 
         As many steps are under way as now, of the same rows. For simulations: what a step of real
-        stages would have been told is not said.
+        stages would have got is not known.
         """
         rows, table = self._running_rows(), self._counters
         table.num_computed[rows] += rounds

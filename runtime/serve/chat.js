@@ -125,9 +125,9 @@ class Clock {
     this.ended = "";
   }
 
-  take(told) {
-    if (told.usage) this.tokens = told.usage.completion_tokens;
-    const choice = told.choices[0];
+  take(chunk) {
+    if (chunk.usage) this.tokens = chunk.usage.completion_tokens;
+    const choice = chunk.choices[0];
     if (!choice) return;
     this.ended = choice.finish_reason || this.ended;
     const delta = choice.delta || choice;
@@ -197,9 +197,9 @@ async function ask(event) {
     const path = chat ? "v1/chat/completions" : "v1/completions";
     const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal: own.signal });
     if (!answer.ok) throw new Error(await refusal(answer));
-    await read(answer.body.getReader(), (told) => {
-      clock.take(told);
-      for (const choice of told.choices) {
+    await read(answer.body.getReader(), (chunk) => {
+      clock.take(chunk);
+      for (const choice of chunk.choices) {
         const delta = chat ? choice.delta : { content: choice.text };
         if (delta.reasoning_content) reply.reasoning_content = (reply.reasoning_content || "") + delta.reasoning_content;
         reply.content += delta.content || "";
@@ -264,9 +264,9 @@ async function read(reader, take) {
     for (const one of events) {
       const data = one.slice("data: ".length);
       if (data === "[DONE]") continue;
-      const told = JSON.parse(data);
-      if (told.error) throw new Error(told.error.message);
-      take(told);
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Error(chunk.error.message);
+      take(chunk);
     }
   }
 }

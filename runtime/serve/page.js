@@ -83,9 +83,9 @@ function drawChart(id, title, values) {
   chart.setAttribute("viewBox", `0 0 ${POINTS} 1`);
   chart.setAttribute("preserveAspectRatio", "none");
   const newest = values.length ? values[values.length - 1] : 0;
-  const told = values.length ? `${title}: ${newest.toFixed(1)}, at most ${most.toFixed(1)}` : title;
-  chart.setAttribute("aria-label", told);
-  put(`${id}-title`, told);
+  const label = values.length ? `${title}: ${newest.toFixed(1)}, at most ${most.toFixed(1)}` : title;
+  chart.setAttribute("aria-label", label);
+  put(`${id}-title`, label);
   const points = values.map((value, at) => `${POINTS - values.length + at},${0.95 - 0.9 * value / most}`);
   chart.replaceChildren(shape("polyline", { points: points.join(" ") }));
 }

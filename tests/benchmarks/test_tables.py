@@ -40,11 +40,11 @@ def test_tables_are_those_of_the_rows(tables: ModuleType, path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/results").glob("*.md")), ids=lambda p: p.name)
 def test_pages_of_numbers_are_tables_and_say_where_the_rest_is(path: Path) -> None:
-    """What is told about numbers stands in the lab book, which shows no table of rows."""
+    """Prose about numbers stands in the lab book, which shows no table of rows."""
     text = re.sub(r"<!-- table (\S+) -->.*?<!-- end \1 -->", "", path.read_text(), flags=re.S)
     _, _, *lines = text.splitlines()
-    told = [line for line in lines[1:] if line and not line.startswith(("## ", "[", "\n"))]
-    assert told == [] and f"../lab-book/{path.name}" in text
+    prose = [line for line in lines[1:] if line and not line.startswith(("## ", "[", "\n"))]
+    assert prose == [] and f"../lab-book/{path.name}" in text
     assert "<!-- table" not in (ROOT / "docs/lab-book" / path.name).read_text()
 
 

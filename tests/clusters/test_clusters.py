@@ -100,7 +100,7 @@ def test_accelerators_are_of_one_kind(stated: str) -> None:
 def test_devices_of_a_file_are_said_as_on_the_command_line(
     tmp_path: Path, stated: str, names: list[str]
 ) -> None:
-    """YAML reads `3090:2` as a number to the base of 60, 185,402, unless it is told."""
+    """YAML reads `3090:2` as a number to the base of 60, 185,402, unless it is quoted."""
     path = tmp_path / "c.yaml"
     path.write_text(f"name: x\nnodes:\n- name: a\n  {stated}\n")
     devices = Cluster.load(path).devices

@@ -104,8 +104,8 @@ def test_files_that_docstrings_and_comments_name_are_there() -> None:
     named = re.compile(r"(?<![\w./:-])((?:\w+/)*\w+\.py)\b")  # not COMMIT:PATH
     missing = []
     for path in (ROOT / file[1:] for file in FILES if file.endswith(".py")):
-        told = " ".join(re.findall(r'"""[\s\S]*?"""|# .*', path.read_text()))
-        names = {name.removeprefix("llmpq/") for name in named.findall(told)}
+        prose = " ".join(re.findall(r'"""[\s\S]*?"""|# .*', path.read_text()))
+        names = {name.removeprefix("llmpq/") for name in named.findall(prose)}
         missing += [(path.name, name) for name in names - OTHERS if not is_there(name)]
     assert missing == []
 

@@ -41,7 +41,7 @@ class LatentStep:
         return self.used + PADDING
 
     def asked_of(self, *, wrong_table: bool) -> Tensor:
-        """Return the blocks that kernels are told of: others' where a fault is planted."""
+        """Return the blocks that kernels get: others' where a fault is planted."""
         return self.table_SM.roll(1, 0) if wrong_table else self.table_SM
 
 

@@ -55,7 +55,7 @@ class ReferencePipeline:
         device: torch.device | str = "cpu",
         max_len: int | None = None,
     ) -> ReferencePipeline:
-        """Build the stages between `splits` (layer numbers); all 16-bit unless told otherwise.
+        """Build the stages between `splits` (layer numbers); all 16-bit unless asked otherwise.
 
         `scheme` says how a precision is stored; by default as a plan's default `Quantization`.
         `max_len`: tokens a request may have, as a plan knows them (`ModelSpec.at_length`).

@@ -9,7 +9,7 @@ splitk_gemm.py multiply where a k-group of a row has more scales than one, or co
 
 Scales are multiplied in, rounded once (E2M1: exact), so that a k-group is one product. Legend as in
 packed_operands.py; ASM: code_assembly.py's text. (h, r3, k0): bits of a row's and of k's number by
-which the values of a word are told apart (packed_operands.py).
+by which the values of a word are separated (packed_operands.py).
 """
 
 # mypy: ignore-errors

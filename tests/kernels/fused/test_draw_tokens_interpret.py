@@ -34,7 +34,7 @@ def rows(dtype: torch.dtype, columns: int) -> tuple[torch.Tensor, list[SamplerCo
     return logits.to(dtype), params, list(range(len(params)))
 
 
-def told(params: list[SamplerConfig], steps: list[int], columns: int) -> torch.Tensor:
+def table_of(params: list[SamplerConfig], steps: list[int], columns: int) -> torch.Tensor:
     return torch.tensor(sampling_rows(params, steps, vocab=columns), dtype=torch.float64)
 
 
@@ -43,11 +43,11 @@ def told(params: list[SamplerConfig], steps: list[int], columns: int) -> torch.T
 )
 def test_tokens_are_the_twins_and_the_cpus(dtype, columns):
     logits, params, steps = rows(dtype, columns)
-    got = sample_rows(logits, told(params, steps, columns), block=256)
-    assert torch.equal(got, sample_rows_reference(logits, told(params, steps, columns)))
+    got = sample_rows(logits, table_of(params, steps, columns), block=256)
+    assert torch.equal(got, sample_rows_reference(logits, table_of(params, steps, columns)))
     if dtype == torch.float32:  # 16 bits have equals, of which the CPU keeps any
         assert torch.equal(got, sample(logits, params, steps))
-    moved = told(params[:4], [step + 1 for step in steps[:4]], columns)
+    moved = table_of(params[:4], [step + 1 for step in steps[:4]], columns)
     assert not torch.equal(got[:4], sample_rows(logits[:4], moved, block=256))
 
 
@@ -78,7 +78,7 @@ def test_a_row_with_nan_draws_one_of_its_columns():
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(7))
     logits[0, 3] = logits[1] = float("nan")
     params = [SamplerConfig(temperature=1.0, top_p=0.9), SamplerConfig(temperature=1.0, top_k=5)]
-    how = told(params * 2, [0] * 4, 50)
+    how = table_of(params * 2, [0] * 4, 50)
     got = sample_rows(logits, how, block=64)
     assert ((got >= 0) & (got < 50)).all()
     assert torch.equal(got[2:], sample_rows_reference(logits, how)[2:])
@@ -101,7 +101,7 @@ def test_a_share_that_float32_rounds_to_nothing_is_the_likeliest_token():
 def test_infinite_logits_are_the_likeliest():
     logits = torch.tensor([[0.0, 1.0, float("inf")]]).expand(3, 3)
     params = [SamplerConfig(), SamplerConfig(temperature=0.8), SamplerConfig(temperature=1.0)]
-    got = sample_rows(logits, told(params, [0] * 3, 3), block=64)
+    got = sample_rows(logits, table_of(params, [0] * 3, 3), block=64)
     assert got.tolist() == [2, 2, 2] and torch.equal(got[:1], sample(logits[:1], params[:1], [0]))
 
 

@@ -28,8 +28,8 @@ def matrix() -> torch.Tensor:
 
 
 def integers(bits: int, layout: Layout | None, **scheme: object) -> Callable[[], Weight]:
-    told = WeightScheme(bits=bits, clip_search=False, **scheme)  # type: ignore[arg-type]
-    return lambda: quantize_weight(matrix(), told, dtype=torch.float32, layout=layout)
+    rounding = WeightScheme(bits=bits, clip_search=False, **scheme)  # type: ignore[arg-type]
+    return lambda: quantize_weight(matrix(), rounding, dtype=torch.float32, layout=layout)
 
 
 def codes(codebook: Codebook) -> Weight:

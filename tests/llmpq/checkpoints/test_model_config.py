@@ -183,7 +183,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
-    ("model", "change", "told"),
+    ("model", "change", "expected"),
     [
         (
             "llama-3.1-8b",
@@ -210,12 +210,12 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     ],
 )
 def test_what_is_said_twice_goes_by_transformers_rule(
-    model: str, change: dict[str, Any], told: dict[str, Any]
+    model: str, change: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     """As its config classes have it, of which the values were read (5.23)."""
     spec = spec_of(model, change)
     found = {**vars(spec), **(vars(spec.rope_scaling) if spec.rope_scaling else {})}
-    assert {key: found[key] for key in told} == told
+    assert {key: found[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("model", ["mistral-7b", "phi-4", "mixtral-8x7b"])
@@ -223,8 +223,8 @@ def test_a_window_of_all_layers_counts_more_than_their_types(model: str) -> None
     """As in Transformers, whose code of these families reads no `layer_types` (5.23)."""
     count = spec_of(model, {}).num_layers
     for kind in ("full_attention", "sliding_attention"):
-        told = {"sliding_window": 9, "layer_types": [kind] * count}
-        assert spec_of(model, told).windows == (9,) * count
+        expected = {"sliding_window": 9, "layer_types": [kind] * count}
+        assert spec_of(model, expected).windows == (9,) * count
     mixed = ["full_attention", "sliding_attention"] * (count // 2)
     assert spec_of(model, {"sliding_window": None, "layer_types": mixed}).windows == ()
     with pytest.raises(ValueError, match="'layer_types' are of both kinds"):

@@ -155,12 +155,12 @@ def test_a_card_of_the_table_is_described_anew() -> None:
 
 
 def test_the_hosts_cores_have_threads_and_memory() -> None:
-    plain, told = (
+    plain, stated = (
         read_devices(text).cluster.devices[0] for text in ("cpu", "cpu=64GB+80GB/s+16threads")
     )
     assert plain.threads == CPU_THREADS and plain.spec.is_cpu
-    assert (told.threads, told.memory_bytes, told.spec.mem_gbps) == (16, 64 * 10**9, 80)
-    assert told.spec.is_cpu
+    assert (stated.threads, stated.memory_bytes, stated.spec.mem_gbps) == (16, 64 * 10**9, 80)
+    assert stated.spec.is_cpu
 
 
 def test_what_is_assumed_is_said() -> None:

@@ -72,11 +72,11 @@ def test_scales_of_small_groups_are_counted_once_on_gpus_and_whole_on_cpus() -> 
 
 def _header(path: Path, tensors: dict[str, tuple[str, list[int]]], method: str) -> Path:
     """Write a checkpoint's headers alone: names, dtypes and shapes."""
-    told = {
+    header = {
         name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}
         for name, (dtype, shape) in tensors.items()
     }
-    text = json.dumps(told).encode()
+    text = json.dumps(header).encode()
     path.mkdir()
     (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     described = {"quant_method": method, "bits": 4, "sym": True}

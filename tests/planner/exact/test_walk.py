@@ -71,7 +71,7 @@ def test_many_plans_at_once_are_worth_what_each_is(within_budget: bool) -> None:
             for one in (shape, near):
                 for row, worth in enumerate(scales.worths(one)):
                     sorts[_compared(p, budget, _plan(scales, one[row], pair), float(worth))] += 1
-    assert set(sorts) == {"too large", "mixed", "as told", *["beyond"] * within_budget}
+    assert set(sorts) == {"too large", "mixed", "as computed", *["beyond"] * within_budget}
 
 
 def _compared(p: Problem, budget: float | None, plan: Assignment, worth: float) -> str:
@@ -79,18 +79,18 @@ def _compared(p: Problem, budget: float | None, plan: Assignment, worth: float) 
     assert math.isfinite(worth) == fits(p, plan)
     if math.isinf(worth):
         return "too large"
-    told, omega = value(p, plan), sum_omega(p, plan)
+    expected, omega = value(p, plan), sum_omega(p, plan)
     if budget is not None:
-        told += p.theta * (budget - omega)
+        expected += p.theta * (budget - omega)
     if any(len(set(stage.choices)) > 1 for stage in plan.stages):
         # An estimate: the layers that are lowered lose less than the average.
-        assert worth >= told * (1 - 1e-9)
+        assert worth >= expected * (1 - 1e-9)
         return "mixed"
     if budget is not None and omega > budget * (1 + 1e-6):
-        assert worth > told + p.theta * (omega - budget)
+        assert worth > expected + p.theta * (omega - budget)
         return "beyond"
-    assert worth == pytest.approx(told, rel=1e-9)
-    return "as told"
+    assert worth == pytest.approx(expected, rel=1e-9)
+    return "as computed"
 
 
 def test_neighbours_are_plans_of_devices_that_there_are() -> None:

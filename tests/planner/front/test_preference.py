@@ -206,5 +206,5 @@ def test_the_next_choices_stand_beside_the_plan(capsys: pytest.CaptureFixture[st
         predicted = alone.predicted
         assert predicted is not None
         assert f" {bits} bits everywhere: " in line and f" instead of {rate} tokens/s" in line
-        told = float(line.split("everywhere: ")[1].split()[0])
-        assert 0.99 <= told / predicted.output_tokens_per_s <= 1.001
+        shown = float(line.split("everywhere: ")[1].split()[0])
+        assert 0.99 <= shown / predicted.output_tokens_per_s <= 1.001

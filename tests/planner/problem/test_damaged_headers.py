@@ -78,8 +78,8 @@ def gguf_bytes(metadata: dict[str, Any]) -> bytes:
 
 
 def safetensors_bytes(header: Any) -> bytes:
-    told = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(told).to_bytes(8, "little") + told + bytes(64)
+    good = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(good).to_bytes(8, "little") + good + bytes(64)
 
 
 def asked(path: Path, named: Path) -> str | None:
@@ -208,6 +208,6 @@ def test_random_damage(count: int, tmp_path: Path) -> None:
     for content in mutations(whole, 1400, count):
         path.write_bytes(content)
         asked(path, path)
-    told = safetensors_bytes(good_header())
-    for content in mutations(told, len(told) - 64, count):
+    good = safetensors_bytes(good_header())
+    for content in mutations(good, len(good) - 64, count):
         asked(tmp_path, directory(tmp_path, content))

@@ -37,8 +37,8 @@ def test_tokens_are_those_of_their_numbers(dtype, vocab):
     steps = list(range(len(params)))
     logits = (torch.randn(len(params), vocab, device="cuda") * 3).to(dtype)
     got = sample(logits, params, steps).tolist()
-    told = zip(*sampling_rows(params, steps, vocab=vocab), strict=True)
-    for token, row, (temperature, k, p, number) in zip(got, logits.cpu(), told, strict=True):
+    rows = zip(*sampling_rows(params, steps, vocab=vocab), strict=True)
+    for token, row, (temperature, k, p, number) in zip(got, logits.cpu(), rows, strict=True):
         up_to = allowed(row, temperature, k, p).cumsum(0)
         before = float(up_to[token - 1]) if token else 0.0
         assert before - CLOSE <= number <= float(up_to[token]) + CLOSE

@@ -131,7 +131,7 @@ def test_bad_rows_get_an_error_and_the_rest_finishes(ray_session, plan_file, pro
     assert plain["speedup"] > 0 and plain["rows_with_the_same_tokens"] == 2
     assert "x plain decoding" in done.stdout
     kinds = {event.get("cat") for event in json.loads(trace.read_text())["traceEvents"]}
-    assert {"prefill", "verify"} <= kinds, "phases are told apart"
+    assert {"prefill", "verify"} <= kinds, "phases are counted apart"
 
 
 @pytest.mark.parametrize("what", ["model", "cluster"])

@@ -1,6 +1,6 @@
 """`llmpq-dist` with two stages, on one GPU and on two: the CPU's tokens, and every way to fail.
 
-Where stages share a GPU, Ray is told of two and leaves CUDA_VISIBLE_DEVICES alone. It counts the
+Where stages share a GPU, Ray gets two and leaves CUDA_VISIBLE_DEVICES alone. It counts the
 words there and refuses to start with fewer; CUDA reads only what stands before a -1.
 """
 

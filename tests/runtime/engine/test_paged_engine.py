@@ -327,8 +327,8 @@ def test_requests_may_be_as_long_as_the_model_unless_it_then_computes_otherwise(
     ):
         plan = make_plan(demo_model, kv=kv, prompt_len=32, gen_len=16)
         assert PoolPlan(plan, model, settings).size.max_len == wanted
-        told = replace(settings, max_model_len=40)
-        assert PoolPlan(plan, model, told).size.max_len == 40
+        fields = replace(settings, max_model_len=40)
+        assert PoolPlan(plan, model, fields).size.max_len == 40
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -350,8 +350,8 @@ def test_a_plan_that_states_no_pool_has_the_blocks_its_device_has_room_for(
         whole = plan.model_dump(mode="json", by_alias=True) | {"stages": [stage]}
         return plan.parse_data(whole, where="test")
 
-    def pool(tokens: int, **told):
-        return PoolPlan(with_room(tokens), spec, EngineOptions(**told))
+    def pool(tokens: int, **fields):
+        return PoolPlan(with_room(tokens), spec, EngineOptions(**fields))
 
     for tokens, blocks in ((8 * 128, 8), (8 * 128 - 1, 7), (8 * 47, 2)):
         assert pool(tokens, offline=not live).size.num_blocks == blocks

@@ -133,7 +133,7 @@ class FakeStage:
     def _round(self, row: PagedRow, start: int, tokens: Sequence[int]) -> list[int]:
         """Draft what `tokens` leave open, right more often than not, and verify it."""
         drafted, row_of_step = [tokens[0]], replace(row, drafts=())
-        told = replace(
+        sent = replace(
             row_of_step,
             first_block=row.first_block + len(row.new_blocks),
             new_blocks=(),
@@ -143,7 +143,7 @@ class FakeStage:
             assert pending == PENDING_TOKEN == row.drafts[at]
             (token,) = self._row(row_of_step, start + at, drafted[-1:])
             drafted.append(token if self.rng.random() < 0.7 else self.rng.randrange(VOCAB))
-            row_of_step, self.num_drafted = told, self.num_drafted + 1
+            row_of_step, self.num_drafted = sent, self.num_drafted + 1
         return self._row(replace(row_of_step, drafts=tuple(drafted[1:])), start, drafted)
 
     def _row(self, row: PagedRow, start: int, tokens: Sequence[int]) -> list[int]:
@@ -159,8 +159,8 @@ class FakeStage:
             for index, digest in enumerate(tail):
                 self.rings[row.slot, start - TAIL_TOKENS + index] = digest
         digests = []
-        for index, told in enumerate(tokens):
-            token = self.newest[row.slot] if told == PENDING_TOKEN else told
+        for index, carried in enumerate(tokens):
+            token = self.newest[row.slot] if carried == PENDING_TOKEN else carried
             position = start + index
             packs = self._pack(row.slot, table, position)
             before = self._read(row.slot, table, position) if position else 0

@@ -107,7 +107,7 @@ def test_the_slowest_of_three_unequal_stages_stays_at_work(speeds):
 
 
 class Resting(FixedDrafter):
-    """Drafts of the model's own head, which rests when it is told to."""
+    """Drafts of the model's own head, which rests when asked to."""
 
     resting, asked = False, 0
 

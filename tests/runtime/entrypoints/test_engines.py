@@ -244,12 +244,12 @@ def test_a_batch_file_is_run_by_two_engines(
     )
     assert [row["tokens"] for row in found] == [row["tokens"] for row in expected]
     assert {row["engine"] for row in found} == {0, 1}
-    told = json.loads(report.read_text())
-    assert sum(one["rows"] for one in told["engines"]) == 24 == told["completed"]
-    assert [stage["engine"] for stage in told["stages"]] == [0, 1, 1]
-    ended = [one["report"]["measured"]["total_s"] for one in told["engines"]]
-    assert ended == [one["ended_s"] for one in told["engines"]]
-    assert all(stage["busy_share"] <= 1 for stage in told["stages"])
+    content = json.loads(report.read_text())
+    assert sum(one["rows"] for one in content["engines"]) == 24 == content["completed"]
+    assert [stage["engine"] for stage in content["stages"]] == [0, 1, 1]
+    ended = [one["report"]["measured"]["total_s"] for one in content["engines"]]
+    assert ended == [one["ended_s"] for one in content["engines"]]
+    assert all(stage["busy_share"] <= 1 for stage in content["stages"])
     events = json.loads(trace.read_text())["traceEvents"]
     tracks = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {track.split(" stage")[0] for track in tracks} == {"engine 0", "engine 1"}

@@ -69,7 +69,7 @@ def inbox_of(loop: Any) -> OutputQueue:
     return OutputQueue(loop)
 
 
-def told(queue: DeltaQueue) -> list[list[Any]]:
+def delivered(queue: DeltaQueue) -> list[list[Any]]:
     """Tokens, or "end", of each batch that a queue has got."""
     batches = []
     while not queue.empty():
@@ -94,7 +94,7 @@ def test_a_loop_with_time_is_told_at_once(by_hand):
         by_hand.round()
         by_hand.compute(0.001)
         by_hand.now_s += 0.010
-    assert told(queue) == [[0], [1], [2], [3]] and not by_hand.later
+    assert delivered(queue) == [[0], [1], [2], [3]] and not by_hand.later
 
 
 def test_what_comes_in_one_round_goes_together_and_is_asked_for_once(by_hand):
@@ -105,7 +105,7 @@ def test_what_comes_in_one_round_goes_together_and_is_asked_for_once(by_hand):
     inbox.put(second, end(1))
     assert len(by_hand.soon) == 1
     by_hand.round()
-    assert told(first) == [[0, 1, 2]] and told(second) == [[10, 11, 12, "end"]]
+    assert delivered(first) == [[0, 1, 2]] and delivered(second) == [[10, 11, 12, "end"]]
 
 
 def test_a_busy_loop_is_told_less_often_and_nothing_is_lost_or_reordered(by_hand):
@@ -115,16 +115,16 @@ def test_a_busy_loop_is_told_less_often_and_nothing_is_lost_or_reordered(by_hand
     by_hand.compute(0.045)  # nothing but the loop's own work since
     inbox.put(queue, token(0, 1))
     by_hand.round()
-    assert told(queue) == [[0]]
+    assert delivered(queue) == [[0]]
     inbox.put(queue, token(0, 2))
     inbox.put(queue, end(0))
     assert not by_hand.soon, "one call waits already"
     assert by_hand.wait() == pytest.approx(0.045 / SHARE - 0.045)
-    assert told(queue) == [[1, 2, "end"]]
+    assert delivered(queue) == [[1, 2, "end"]]
     by_hand.now_s += 1.0
     inbox.put(queue, token(1, 3))
     by_hand.round()
-    assert told(queue) == [[3]], "a loop that has rested is told at once again"
+    assert delivered(queue) == [[3]], "a loop that has rested gets them at once again"
 
 
 def test_an_end_waits_no_longer_than_the_longest(by_hand):
@@ -135,7 +135,7 @@ def test_an_end_waits_no_longer_than_the_longest(by_hand):
     inbox.put(queue, end(0))
     by_hand.round()
     assert by_hand.wait() == LONGEST_S
-    assert told(queue) == [[0], ["end"]]
+    assert delivered(queue) == [[0], ["end"]]
 
 
 def test_a_loop_that_is_closed_is_told_nothing(by_hand):

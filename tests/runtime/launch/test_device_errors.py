@@ -1,4 +1,4 @@
-"""What GPUs report is told apart from bugs: on CPU stages, with the real texts."""
+"""What GPUs report is no bug of the code: on CPU stages, with the real texts."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def stages_fail(tmp_path, monkeypatch):
         (ECC, "device"),
         ('IndexError("list index out of range")', "error"),
         *(
-            pytest.param(error, loss, marks=pytest.mark.seldom)  # told apart above
+            pytest.param(error, loss, marks=pytest.mark.seldom)  # classified above
             for error, loss in (
                 (
                     'torch.AcceleratorError("CUDA error: unspecified launch failure\\n...")',

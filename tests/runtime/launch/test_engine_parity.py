@@ -168,7 +168,7 @@ def test_speculation_over_stages_gives_the_same_tokens(demo_model, make_plan, ex
     colours = {(event["pid"], event["cat"]): event["cname"] for event in events if "cat" in event}
     for pid in range(3):
         shown = [colours[pid, kind] for kind in ("prefill", "draft", "verify")]
-        assert len(set(shown)) == 3, "drafts, verifies and prefills are told apart"
+        assert len(set(shown)) == 3, "drafts, verifies and prefills differ"
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
@@ -230,7 +230,7 @@ def test_a_actor_class_has_every_method_of_the_one_it_holds(held, late):
 
 
 class Held:
-    """Counts what it is told."""
+    """Counts what it gets."""
 
     def __init__(self, start, *, step=1):
         self.count, self.step = start, step

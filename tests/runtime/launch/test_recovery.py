@@ -114,8 +114,8 @@ def test_answers_are_those_of_an_undisturbed_run(llm, undisturbed, victims, agai
     assert recovery.measured_s > 0 and recovery.pause_s >= recovery.measured_s
     assert "SIGKILL" in recovery.reason and recovery.action == "restart"
     assert recovery.num_attempts == (1 if again is None else 2)
-    told = llm.job_report(outputs)["recoveries"][before:]
-    assert [one["predicted_s"] > 0 for one in told] == [True]
+    reported = llm.job_report(outputs)["recoveries"][before:]
+    assert [one["predicted_s"] > 0 for one in reported] == [True]
     assert all(o.outputs[0].total_s >= recovery.measured_s for o in outputs[:2])
 
 

@@ -202,10 +202,10 @@ def test_prompts_are_scored_once_whatever_their_chunks(chunks):
     for count in [*chunks, 0]:
         # A chunk may be computed twice: its request was set aside in between.
         for _ in range(2):
-            told = message(0, [0], kind=StepKind.PREFILL, starts=[start], num_new=[count])
-            if count and sampler.scores_prompts(told):
+            step = message(0, [0], kind=StepKind.PREFILL, starts=[start], num_new=[count])
+            if count and sampler.scores_prompts(step):
                 part = hidden[:, start : start + count]
-                sampler.score_prompts(lambda x: x @ matrix, part, told)
+                sampler.score_prompts(lambda x: x @ matrix, part, step)
         start += count
     got = sampler.noted(0).prompt
     assert [[(s.token, s.rank) for s in row] for row in got] == [

@@ -99,7 +99,7 @@ def test_a_schema_of_thousands_of_levels_is_refused(wrap):
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "ours"),
     [
         ('Unimplemented keys: ["uniqueItems", "not"]', "keywords not, uniqueItems; leave them out"),
         ("oneOf constraints are not supported. Enable 'coerce_one_of'", "write anyOf"),
@@ -125,10 +125,10 @@ def test_a_schema_of_thousands_of_levels_is_refused(wrap):
         ("Unsatisfiable schema: anyOf is empty", "^no text fits: an enum"),
     ],
 )
-def test_the_librarys_sentences_are_told_in_a_schemas_terms(said, told):
+def test_the_librarys_sentences_are_put_in_a_schemas_terms(said, ours):
     import re
 
-    assert re.search(told, in_our_terms(said))
+    assert re.search(ours, in_our_terms(said))
 
 
 ROUNDED = [2**53 + 1, -(2**53) - 1, 1234567890123456789, 2**63, 10**400 + 1, 123456789.12345679]

@@ -112,9 +112,9 @@ def test_one_of_some_tools_is_called_with_arguments_of_its_own_schema(llm):
     calls = StructuredOutputsParams(calls=[*schemas.items()])
     params = [asked(calls, seed) for seed in range(12)]
     answers = [answer.outputs[0] for answer in llm.generate(["call: "] * 12, params)]
-    told = [json.loads(a.text) for a in answers if a.finish_reason == "stop"]
-    assert len(told) > 6 and len({call["name"] for call in told}) > 1
-    for call in told:
+    decoded = [json.loads(a.text) for a in answers if a.finish_reason == "stop"]
+    assert len(decoded) > 6 and len({call["name"] for call in decoded}) > 1
+    for call in decoded:
         assert sorted(call) == ["arguments", "name"]
         jsonschema.validate(call["arguments"], schemas[call["name"]])
 

@@ -44,12 +44,12 @@ def test_prompts_are_scored_as_transformers_scores_them(llm, hf):
         wanted = hf(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
         assert answer.outputs[0].token_ids == [] and answer.text == ""
         assert answer.prompt_logprobs[0] is None
-        for place, told in enumerate(answer.prompt_logprobs[1:]):
-            own = told[tokens[place + 1]]
+        for place, likely in enumerate(answer.prompt_logprobs[1:]):
+            own = likely[tokens[place + 1]]
             row = wanted[place]
             assert own.logprob == pytest.approx(float(row[tokens[place + 1]]), abs=2e-4)
-            assert next(iter(told)) == tokens[place + 1]
-            best = {token for token, other in told.items() if other.rank <= 2}
+            assert next(iter(likely)) == tokens[place + 1]
+            best = {token for token, other in likely.items() if other.rank <= 2}
             assert set(row.topk(2).indices.tolist()) <= best | {tokens[place + 1]}
 
 
@@ -76,8 +76,10 @@ def test_rules_give_the_tokens_of_transformers(llm, hf):
 
 def test_logprobs_tell_each_token_and_change_none(llm, hf):
     plain = llm.generate(PROMPTS, SamplingParams(temperature=0.9, seed=4, max_tokens=8))
-    told = llm.generate(PROMPTS, SamplingParams(temperature=0.9, seed=4, max_tokens=8, logprobs=3))
-    for before, after in zip(plain, told, strict=True):
+    scored = llm.generate(
+        PROMPTS, SamplingParams(temperature=0.9, seed=4, max_tokens=8, logprobs=3)
+    )
+    for before, after in zip(plain, scored, strict=True):
         own = after.outputs[0]
         assert before.outputs[0].logprobs is None and own.token_ids == before.outputs[0].token_ids
         assert len(own.logprobs) == len(own.token_ids)

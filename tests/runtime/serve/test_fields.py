@@ -188,16 +188,16 @@ def post(server, door, body):
 
 def said(server, door, **fields):
     """Return an answer's text and how many tokens its prompt and it have."""
-    status, told = post(server, door, asked(door, **fields))
-    assert status == 200, told
+    status, reply = post(server, door, asked(door, **fields))
+    assert status == 200, reply
     if door == CHATS:
-        text = told["choices"][0]["message"]["content"]
+        text = reply["choices"][0]["message"]["content"]
     elif door == COMPLETIONS:
-        text = told["choices"][0]["text"]
+        text = reply["choices"][0]["text"]
     else:
-        blocks = told["content"] if door == MESSAGES else told["output"][0]["content"]
+        blocks = reply["content"] if door == MESSAGES else reply["output"][0]["content"]
         text = "".join(block["text"] for block in blocks)
-    used, older = told["usage"], door in (CHATS, COMPLETIONS)
+    used, older = reply["usage"], door in (CHATS, COMPLETIONS)
     length = used["prompt_tokens" if older else "input_tokens"]
     return text, length, used["completion_tokens" if older else "output_tokens"]
 
@@ -238,8 +238,8 @@ def test_every_path_obeys_how_tokens_are_chosen(server, door):
     check(lambda t, p, n: t == "", skip_special_tokens=True, **special)
     check(lambda t, p, n: t == named(0) * 6, skip_special_tokens=False, **special)
     # The model has no marks of thoughts: none could be closed.
-    status, told = post(server, door, asked(door, thinking_token_budget=2))
-    assert status == 400 and "thinking_token_budget" in json.dumps(told)
+    status, reply = post(server, door, asked(door, thinking_token_budget=2))
+    assert status == 400 and "thinking_token_budget" in json.dumps(reply)
     seen.add("thinking_token_budget")
     check(same, top_k=1)
     check(same, min_p=1.0)
@@ -286,17 +286,17 @@ def test_every_path_obeys_how_tokens_are_chosen(server, door):
 
 @pytest.mark.parametrize("door", [CHATS, COMPLETIONS])
 def test_scores_of_a_prompt_are_told(server, door):
-    status, told = post(server, door, asked(door, prompt_logprobs=2, **GREEDY))
-    rows = (told if door == CHATS else told["choices"][0])["prompt_logprobs"]
-    assert status == 200 and rows[0] is None and len(rows) == told["usage"]["prompt_tokens"]
+    status, reply = post(server, door, asked(door, prompt_logprobs=2, **GREEDY))
+    rows = (reply if door == CHATS else reply["choices"][0])["prompt_logprobs"]
+    assert status == 200 and rows[0] is None and len(rows) == reply["usage"]["prompt_tokens"]
     for row in rows[1:]:
         assert 2 <= len(row) <= 3
         assert {score["rank"] for score in row.values()} >= {1, 2}
         assert all(score["logprob"] <= 0 and score["decoded_token"] for score in row.values())
-    status, told = post(server, door, asked(door, prompt_logprobs=2, stream=True))
-    assert status == 400 and told["error"]["param"] == "prompt_logprobs"
-    status, told = post(server, door, asked(door))
-    assert "prompt_logprobs" not in json.dumps(told)
+    status, reply = post(server, door, asked(door, prompt_logprobs=2, stream=True))
+    assert status == 400 and reply["error"]["param"] == "prompt_logprobs"
+    status, reply = post(server, door, asked(door))
+    assert "prompt_logprobs" not in json.dumps(reply)
 
 
 @pytest.mark.parametrize("door", [CHATS, COMPLETIONS])
@@ -309,12 +309,12 @@ def test_a_streams_usage_comes_once_at_its_end_where_it_is_asked_for(server, doo
         with urllib.request.urlopen(request, timeout=60) as answer:
             *chunks, done, nothing = answer.read().decode().split("\n\n")
         assert (done, nothing) == ("data: [DONE]", "")
-        told = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
-        empty = [chunk for chunk in told if not chunk["choices"]]
-        assert empty == ([] if options is None else told[-1:])
+        reply = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+        empty = [chunk for chunk in reply if not chunk["choices"]]
+        assert empty == ([] if options is None else reply[-1:])
         if options is not None:
             assert empty[0]["usage"]["completion_tokens"] == 12
-            assert all(chunk["usage"] is None for chunk in told[:-1])
+            assert all(chunk["usage"] is None for chunk in reply[:-1])
 
 
 @pytest.mark.parametrize(
@@ -333,9 +333,9 @@ def test_a_streams_usage_comes_once_at_its_end_where_it_is_asked_for(server, doo
     ],
 )
 def test_answers_of_one_request_are_bounded_together(server, fields, param):
-    status, told = post(server, COMPLETIONS, asked(COMPLETIONS, **fields))
-    assert status == 400 and told["error"]["param"] == param
-    message = told["error"]["message"]
+    status, reply = post(server, COMPLETIONS, asked(COMPLETIONS, **fields))
+    assert status == 400 and reply["error"]["param"] == param
+    message = reply["error"]["message"]
     assert (
         message.startswith(f"{param} may")
         or f"{param}={fields.get(param)}" in message
@@ -346,8 +346,8 @@ def test_answers_of_one_request_are_bounded_together(server, fields, param):
 @pytest.mark.parametrize("door", [CHATS, COMPLETIONS, RESPONSES])
 def test_options_of_a_stream_need_a_stream(server, door):
     for options in ({"include_usage": True}, {}):
-        status, told = post(server, door, asked(door, stream_options=options))
-        assert status == 400 and told["error"]["param"] == "stream_options"
+        status, reply = post(server, door, asked(door, stream_options=options))
+        assert status == 400 and reply["error"]["param"] == "stream_options"
     assert post(server, door, asked(door, stream_options=None))[0] == 200
 
 
@@ -355,8 +355,8 @@ def test_a_completions_format_is_kept(server):
     schema = {"type": "json_schema", "json_schema": {"schema": {"enum": [77]}}}
     assert said(server, COMPLETIONS, response_format=schema)[0] == "77"
     both = asked(COMPLETIONS, response_format=schema, guided_choice=["a"])
-    status, told = post(server, COMPLETIONS, both)
-    assert status == 400 and "both say what the text must be" in told["error"]["message"]
+    status, reply = post(server, COMPLETIONS, both)
+    assert status == 400 and "both say what the text must be" in reply["error"]["message"]
 
 
 @pytest.mark.parametrize("door", [CHATS, COMPLETIONS, RESPONSES])
@@ -365,9 +365,9 @@ def test_a_completions_format_is_kept(server):
     [("guided_choice", []), ("guided_grammar", ""), ("structured_outputs", {"json": "{"})],
 )
 def test_a_guide_that_cannot_be_is_said_of_the_field_that_has_it(server, door, field, value):
-    status, told = post(server, door, asked(door, **{field: value}))
-    assert (status, told["error"]["param"]) == (400, field)
-    assert told["error"]["message"].startswith(f"{field}: ")
+    status, reply = post(server, door, asked(door, **{field: value}))
+    assert (status, reply["error"]["param"]) == (400, field)
+    assert reply["error"]["message"].startswith(f"{field}: ")
 
 
 def test_an_answer_goes_on_with_the_last_message(server):
@@ -396,8 +396,8 @@ def test_tokens_of_messages_are_counted_as_a_chat_has_them(server):
     talk = [{"role": "user", "content": "hello"}]
     for more in ({}, {"tools": [tool]}, {"add_generation_prompt": False}):
         chat = post(server, CHATS, asked(CHATS, messages=talk, **more))[1]
-        told = post(server, "/tokenize", {"messages": talk, **more, "return_token_strs": True})[1]
-        assert told["count"] == chat["usage"]["prompt_tokens"] == len(told["token_strs"])
+        reply = post(server, "/tokenize", {"messages": talk, **more, "return_token_strs": True})[1]
+        assert reply["count"] == chat["usage"]["prompt_tokens"] == len(reply["token_strs"])
     assert post(server, "/tokenize", {"messages": talk, "add_special_tokens": True})[0] == 400
 
 
@@ -425,8 +425,8 @@ def test_tokens_of_messages_are_counted_as_a_chat_has_them(server):
 )
 def test_refusals_are_openais(server, door, fields, param):
     for stream in (False, True):
-        status, told = post(server, door, asked(door, **fields, stream=stream))
-        assert status == 400 and told["error"]["param"] == param, told
+        status, reply = post(server, door, asked(door, **fields, stream=stream))
+        assert status == 400 and reply["error"]["param"] == param, reply
 
 
 def test_thoughts_may_be_switched_on_and_off(server):
@@ -434,8 +434,8 @@ def test_thoughts_may_be_switched_on_and_off(server):
         assert post(server, MESSAGES, asked(MESSAGES, thinking={"type": kind}))[0] == 200
     # The demo model has no marks of thoughts, so that none can be closed.
     bounded = asked(MESSAGES, thinking={"type": "enabled", "budget_tokens": 1024})
-    status, told = post(server, MESSAGES, bounded)
-    said = told["error"]["message"]
+    status, reply = post(server, MESSAGES, bounded)
+    said = reply["error"]["message"]
     assert status == 400 and "<think>" in said
     assert said.startswith("thinking.budget_tokens needs") and "thinking_token_budget" not in said
     assert post(server, MESSAGES, asked(MESSAGES, thinking={"type": "on"}))[0] == 400
@@ -490,9 +490,9 @@ def test_schemas_that_compile_for_long_hold_nobody_up(server, monkeypatch):
         assert post(server, COMPLETIONS, longer)[0] == 200, "one that is read beside the loop, too"
         opened.set()
         for schema, one in zip(schemas, held, strict=True):
-            status, told = one.result()
+            status, reply = one.result()
             assert status == 200
-            assert json.loads(told["choices"][0]["message"]["content"]) in schema["enum"]
+            assert json.loads(reply["choices"][0]["message"]["content"]) in schema["enum"]
 
 
 def test_no_step_waits_for_the_last_stage_to_compile(server, monkeypatch):
@@ -510,8 +510,8 @@ def test_no_step_waits_for_the_last_stage_to_compile(server, monkeypatch):
         assert post(server, COMPLETIONS, asked(COMPLETIONS))[0] == 200
         assert not held.done()
         opened.set()
-        status, told = held.result()
-        assert status == 200 and told["choices"][0]["message"]["content"] == "compiled late"
+        status, reply = held.result()
+        assert status == 200 and reply["choices"][0]["message"]["content"] == "compiled late"
 
 
 def test_keys_of_a_pattern_end_in_json_that_fits_or_are_cut(server):
@@ -540,11 +540,11 @@ def test_more_texts_than_are_looked_for_are_refused_at_once(server, field):
     began_s = time.monotonic()
     for door in DOORS:
         name = "stop_sequences" if (door, field) == (MESSAGES, "stop") else field
-        status, told = post(server, door, asked(door, **{name: many}))
-        assert status == 400 and "may have 1024 texts, got 600000" in str(told), told
+        status, reply = post(server, door, asked(door, **{name: many}))
+        assert status == 400 and "may have 1024 texts, got 600000" in str(reply), reply
     biases = {"logit_bias": {f"w{i}": 1 for i in range(100_000)}}
-    status, told = post(server, CHATS, asked(CHATS, **biases))
-    assert status == 400 and "1024 texts beside token ids" in str(told), told
+    status, reply = post(server, CHATS, asked(CHATS, **biases))
+    assert status == 400 and "1024 texts beside token ids" in str(reply), reply
     assert time.monotonic() - began_s < 60  # it took minutes
     assert post(server, COMPLETIONS, asked(COMPLETIONS, **{field: many[:1024]}))[0] == 200
 
@@ -560,12 +560,12 @@ def test_more_texts_than_are_looked_for_are_refused_at_once(server, field):
 @pytest.mark.parametrize("door", [CHATS, COMPLETIONS, RESPONSES])
 def test_a_format_with_a_schema_is_held_to_it(server, door, form):
     field = {"text": {"format": form}} if door == RESPONSES else {"response_format": form}
-    status, told = post(server, door, asked(door, **field))
-    assert status == 200 and re.search(r'\\"(one|two)\\"', json.dumps(told))
+    status, reply = post(server, door, asked(door, **field))
+    assert status == 200 and re.search(r'\\"(one|two)\\"', json.dumps(reply))
 
 
 @pytest.mark.parametrize("form", ["json", {"type": "xml"}, {"type": "json_schema"}, {"schema": {}}])
 def test_a_format_that_is_none_is_refused_by_its_name(server, form):
-    status, told = post(server, RESPONSES, asked(RESPONSES, text={"format": form}))
-    assert status == 400 and told["error"]["param"] == "text"
-    assert told["error"]["message"].startswith("'text.format' ")
+    status, reply = post(server, RESPONSES, asked(RESPONSES, text={"format": form}))
+    assert status == 400 and reply["error"]["param"] == "text"
+    assert reply["error"]["message"].startswith("'text.format' ")

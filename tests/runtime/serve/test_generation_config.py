@@ -53,8 +53,8 @@ def test_each_end_ends_an_answer(served, end):
     assert answer.finish_reason == "stop" and answer.token_ids[-1] == end
     assert len(answer.token_ids) == 3
     assert asyncio.run(pieces(served.llm, params)) == answer.text
-    told = post(served, "/v1/completions", {"prompt": "def", **forced})["choices"][0]
-    assert (told["text"], told["finish_reason"]) == (answer.text, "stop")
+    reply = post(served, "/v1/completions", {"prompt": "def", **forced})["choices"][0]
+    assert (reply["text"], reply["finish_reason"]) == (answer.text, "stop")
     going_on = SamplingParams(logit_bias={end: 100.0}, max_tokens=4, temperature=0, ignore_eos=True)
     assert served.llm.generate("def", going_on)[0].outputs[0].token_ids == [end] * 4
     guided = SamplingParams(
@@ -82,8 +82,8 @@ def test_sampling_is_the_files_where_nothing_else_is_said(served):
     chat = post(served, "/v1/chat/completions", {"messages": talk})
     assert chat["choices"][0]["message"]["content"] == wanted
     assert chat["usage"]["completion_tokens"] == 5
-    told = post(served, "/v1/responses", {"input": "hi"})
-    assert told["temperature"] == 0.0 and told["output"][0]["content"][0]["text"] == wanted
+    reply = post(served, "/v1/responses", {"input": "hi"})
+    assert reply["temperature"] == 0.0 and reply["output"][0]["content"][0]["text"] == wanted
     body = {"model": "demo-7m", "messages": talk, "max_tokens": 5}
     assert post(served, "/v1/messages", body)["content"][0]["text"] == wanted
     longer = post(served, "/v1/chat/completions", {"messages": talk, "max_tokens": 9})

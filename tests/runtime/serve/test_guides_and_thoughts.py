@@ -34,8 +34,8 @@ def thinker_of(folder: Path, demo_model: Path, template: str) -> Path:
     known = tokenizers.Tokenizer.from_file(str(demo_model / "tokenizer.json"))
     known.add_tokens(["<think>", "</think>", "[THINK]", "[/THINK]"])
     known.save(str(folder / "tokenizer.json"))
-    told = {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    reply = {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(reply))
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
         vocab_size=known.get_vocab_size(),
@@ -73,13 +73,13 @@ def answer(server: Any, path: str = "/v1/chat/completions", **more: Any) -> dict
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as told:
-        return dict(json.load(told))
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return dict(json.load(reply))
 
 
 def test_a_guide_waits_for_the_end_of_a_thought(server: Any) -> None:
-    told = answer(server, response_format=FORMAT, thinking_token_budget=6)
-    (choice,), used = told["choices"], told["usage"]
+    reply = answer(server, response_format=FORMAT, thinking_token_budget=6)
+    (choice,), used = reply["choices"], reply["usage"]
     assert json.loads(choice["message"]["content"])["a"] in (True, False)
     assert choice["message"]["reasoning_content"] and choice["finish_reason"] == "stop"
     spent = used["completion_tokens_details"]["reasoning_tokens"]
@@ -87,8 +87,8 @@ def test_a_guide_waits_for_the_end_of_a_thought(server: Any) -> None:
 
 
 def test_a_forced_call_stands_behind_a_thought(server: Any) -> None:
-    told = answer(server, tools=TOOLS, tool_choice="required", thinking_token_budget=6)
-    (choice,) = told["choices"]
+    reply = answer(server, tools=TOOLS, tool_choice="required", thinking_token_budget=6)
+    (choice,) = reply["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert set(json.loads(call["function"]["arguments"])) == {"a"}
     assert choice["message"]["reasoning_content"] and choice["finish_reason"] == "tool_calls"
@@ -106,10 +106,10 @@ def test_without_a_thought_of_its_own_the_text_is_guided_at_once(server: Any, mo
 
 
 def test_a_thought_may_take_all_tokens(server: Any) -> None:
-    told = answer(server, response_format=FORMAT, max_tokens=20)
-    (choice,) = told["choices"]
+    reply = answer(server, response_format=FORMAT, max_tokens=20)
+    (choice,) = reply["choices"]
     assert choice["finish_reason"] == "length" and not choice["message"]["content"]
-    assert told["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 20
+    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 20
 
 
 def test_limits_of_thoughts_are_of_the_template_in_use(
@@ -121,11 +121,11 @@ def test_limits_of_thoughts_are_of_the_template_in_use(
     model = thinker_of(tmp_path, demo_model, TEMPLATE.replace("think>", "THINK]").replace("<", "["))
     assert "[/THINK]" in (model / "tokenizer_config.json").read_text()
     with running(lambda: LLM(model, dtype="float32"), chat_template=TEMPLATE) as server:
-        told = answer(server, response_format=FORMAT, thinking_token_budget=6)
-        (choice,), used = told["choices"], told["usage"]
+        reply = answer(server, response_format=FORMAT, thinking_token_budget=6)
+        (choice,), used = reply["choices"], reply["usage"]
         assert json.loads(choice["message"]["content"])["a"] in (True, False)
         assert 0 < used["completion_tokens_details"]["reasoning_tokens"] <= 7
         thinking = {"type": "enabled", "budget_tokens": 6}
-        told = answer(server, "/v1/messages", thinking=thinking, max_tokens=40)
-        assert [block["type"] for block in told["content"]] == ["thinking", "text"]
-        assert told["content"][1]["text"]
+        reply = answer(server, "/v1/messages", thinking=thinking, max_tokens=40)
+        assert [block["type"] for block in reply["content"]] == ["thinking", "text"]
+        assert reply["content"][1]["text"]

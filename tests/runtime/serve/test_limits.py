@@ -28,9 +28,9 @@ def post(server, path, body):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     answer = connection.getresponse()
-    told = answer.read()
+    reply = answer.read()
     connection.close()
-    return answer.status, answer.headers, told
+    return answer.status, answer.headers, reply
 
 
 def test_no_more_than_the_limit_are_under_way(two_stages, running):
@@ -48,10 +48,10 @@ def test_no_more_than_the_limit_are_under_way(two_stages, running):
         refused = threading.Semaphore(0)
 
         def ask(number):
-            status, headers, told = post(server, *ASKED[number % len(ASKED)])
+            status, headers, reply = post(server, *ASKED[number % len(ASKED)])
             if status == 429:
                 refused.release()
-            return status, headers, told
+            return status, headers, reply
 
         with ThreadPoolExecutor(14) as pool:
             asked = [pool.submit(ask, number) for number in range(14)]
@@ -61,10 +61,10 @@ def test_no_more_than_the_limit_are_under_way(two_stages, running):
             answers = [one.result() for one in asked]
         statuses = [status for status, _, _ in answers]
         assert statuses.count(200) == 3 and statuses.count(429) == 11 and max(seen) == 3
-        for status, headers, told in answers:
+        for status, headers, reply in answers:
             if status == 429:
                 assert int(headers["Retry-After"]) >= 1
-                assert b"3 requests are under way and 3 may be" in told
+                assert b"3 requests are under way and 3 may be" in reply
         assert server.service.num_under_way == 0
         for path, body in ASKED:
             assert post(server, path, body)[0] == 200
@@ -166,6 +166,6 @@ def test_many_tools_are_read_beside_the_event_loop(server, monkeypatch):
     for kind in (Function, Tool):
         monkeypatch.setattr(kind, "model_dump", noting)
     tools = [{"type": "function", "function": {"name": f"tool{i}"}} for i in range(2000)]
-    status, _, told = post(server, "/v1/chat/completions", {**TALK, "tools": tools})
-    assert status == 400 and b"the prompt is too long" in told
+    status, _, reply = post(server, "/v1/chat/completions", {**TALK, "tools": tools})
+    assert status == 400 and b"the prompt is too long" in reply
     assert threads and all(name.startswith("llmpq ") for name in threads), threads

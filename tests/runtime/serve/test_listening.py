@@ -128,9 +128,9 @@ def test_a_proxys_path_is_answered_with_and_without_it(two_stages, running):
             assert asked(connection, "GET", f"{root}/v1/models", headers=key)[0] == 200
             for path in ("/v1/completions", "/v1/completions/"):  # not redirected, to nowhere
                 assert asked(connection, "POST", f"{root}{path}", ASK, key)[0] == 200
-        told = json.loads(asked(connection, "GET", "/llm/openapi.json", headers=key)[1])
-        assert told["servers"] == [{"url": "/llm"}]
-        names = [one["operationId"] for path in told["paths"].values() for one in path.values()]
+        reply = json.loads(asked(connection, "GET", "/llm/openapi.json", headers=key)[1])
+        assert reply["servers"] == [{"url": "/llm"}]
+        names = [one["operationId"] for path in reply["paths"].values() for one in path.values()]
         assert len(names) == len({*names}) > 10
         assert asked(connection, "GET", "/llmx/health", headers=key)[0] == 404
         # The page's links are relative to the folder.
@@ -215,9 +215,9 @@ def test_watchers_paths_and_metrics(server):
         return float(found)
 
     tokens, steps = value("iteration_tokens_total_sum"), value("iteration_tokens_total_count")
-    told = server.llm.stats()
+    reply = server.llm.stats()
     # Every token but each answer's last is computed once; those found in the prefix cache are not.
-    least = told["prompt_tokens"] + told["generated_tokens"] - told["finished"]
+    least = reply["prompt_tokens"] + reply["generated_tokens"] - reply["finished"]
     assert steps > 100 and least - 64 <= tokens <= least + 64
     info = next(key for key in lines if key.startswith("vllm:cache_config_info"))
     assert 'block_size="128"' in info and 'enable_prefix_caching="True"' in info
@@ -258,8 +258,8 @@ def test_an_answer_that_finds_less_room_than_its_limit_says_so(server, path, str
     body["truncate_prompt_tokens"] = server.llm.max_model_len - 4
     talk = [{"role": "user", "content": "def " * 1000}]
     body |= {"prompt": "def " * 1000} if path == "/v1/completions" else {"messages": talk}
-    told = asked(http.client.HTTPConnection("127.0.0.1", server.port), "POST", path, body)[1]
-    lines = [line for line in told.splitlines() if "stop_reason" in line]
+    reply = asked(http.client.HTTPConnection("127.0.0.1", server.port), "POST", path, body)[1]
+    lines = [line for line in reply.splitlines() if "stop_reason" in line]
     ended = json.loads(lines[-1].removeprefix("data: "))
     ended = ended.get("delta", ended) if path == "/v1/messages" else ended["choices"][0]
     reason = "model_context_window_exceeded" if path == "/v1/messages" else "max_model_len"

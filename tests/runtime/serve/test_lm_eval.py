@@ -108,7 +108,7 @@ def test_whole_tasks_have_the_same_figures_over_http_and_in_process(remote, loca
         found = over_http["results"][name][metric]
         assert found == pytest.approx(value, rel=1e-4), (name, metric)
     written = [
-        [sample["resps"] for sample in told["samples"]["tiny_write"]]
-        for told in (over_http, in_process)
+        [sample["resps"] for sample in reply["samples"]["tiny_write"]]
+        for reply in (over_http, in_process)
     ]
     assert written[0] == written[1] and any(text for ((text,),) in written[0])

@@ -55,8 +55,8 @@ def test_a_pipe_that_nobody_reads_holds_nothing_up() -> None:
         ended_s = time.monotonic() - started_s
     assert logged_s < 10 and ended_s < 20  # it would be for ever
     with os.fdopen(read) as lines:
-        told = lines.read().splitlines()
-    assert told[0].startswith("0 x") and 100 < len(told) < 12_000
+        logged = lines.read().splitlines()
+    assert logged[0].startswith("0 x") and 100 < len(logged) < 12_000
 
 
 def test_it_says_how_many_lines_were_dropped() -> None:

@@ -1,4 +1,4 @@
-"""What a fuzzer found: odd but right bodies are answered, wrong ones told so, never 500."""
+"""What a fuzzer found: odd but right bodies are answered, wrong ones are refused, never 500."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ TOOL = {"type": "function", "function": {"name": "find"}}
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(server, path, body, status, said):
-    got, told = post(server, path, body)
-    assert got == status and said in told["error"]["message"]
+    got, reply = post(server, path, body)
+    assert got == status and said in reply["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_a_field_with_a_slip_is_named_without_the_rest_of_the_body(server, path,
     ],
 )
 def test_what_is_odd_but_right_is_answered(server, path, body):
-    status, told = post(server, path, body)
-    assert status == 200, told
-    assert len(told["choices"]) == 1
+    status, reply = post(server, path, body)
+    assert status == 200, reply
+    assert len(reply["choices"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_what_is_odd_but_right_is_answered(server, path, body):
     ],
 )
 def test_what_openai_refuses_is_refused_in_words_of_the_request(server, path, body, said):
-    status, told = post(server, path, body)
-    assert status == 400 and said in told["error"]["message"], told
-    assert "Body" not in told["error"]["message"] and "dictionary" not in told["error"]["message"]
+    status, reply = post(server, path, body)
+    assert status == 400 and said in reply["error"]["message"], reply
+    assert "Body" not in reply["error"]["message"] and "dictionary" not in reply["error"]["message"]
 
 
 def test_a_bias_by_text_is_one_of_each_of_its_tokens(server):
@@ -142,9 +142,9 @@ def test_a_bias_by_text_is_one_of_each_of_its_tokens(server):
     def said(path, bias, **more):
         body = completion(temperature=0, max_tokens=8, logit_bias=bias, **more)
         body = body if path == COMPLETIONS else {**chat(), **body, "prompt": None}
-        status, told = post(server, path, body)
-        assert status == 200, told
-        choice = told["choices"][0]
+        status, reply = post(server, path, body)
+        assert status == 200, reply
+        choice = reply["choices"][0]
         return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
 
     for path in (COMPLETIONS, CHATS):
@@ -160,9 +160,9 @@ def test_a_bias_by_text_is_one_of_each_of_its_tokens(server):
 def test_a_top_p_of_nothing_is_the_likeliest_token_as_often_as_asked(server):
     greedy = post(server, COMPLETIONS, completion(temperature=0))[1]["choices"][0]["text"]
     for body in (completion(top_p=0), completion(top_p=0, n=3), completion(temperature=0, n=2)):
-        status, told = post(server, COMPLETIONS, body)
-        assert status == 200 and len(told["choices"]) == body.get("n", 1)
-        assert {choice["text"] for choice in told["choices"]} == {greedy}
+        status, reply = post(server, COMPLETIONS, body)
+        assert status == 200 and len(reply["choices"]) == body.get("n", 1)
+        assert {choice["text"] for choice in reply["choices"]} == {greedy}
 
 
 def test_the_best_of_several_answers_are_the_likeliest(server):
@@ -195,8 +195,8 @@ def streamed(server, body):
 def test_the_best_of_several_answers_are_streamed_once_they_are_known(server):
     asked = completion(prompt=["def", "import"], seed=3, max_tokens=4, n=2, best_of=5)
     whole = post(server, COMPLETIONS, asked)[1]
-    *told, used, done = streamed(server, asked | {"stream_options": {"include_usage": True}})
-    assert [json.loads(one)["choices"] for one in told] == [[one] for one in whole["choices"]]
+    *reply, used, done = streamed(server, asked | {"stream_options": {"include_usage": True}})
+    assert [json.loads(one)["choices"] for one in reply] == [[one] for one in whole["choices"]]
     assert json.loads(used)["usage"] == whole["usage"] and json.loads(used)["choices"] == []
     assert done == "[DONE]"
     assert streamed(server, asked)[-1] == "[DONE]" and len(streamed(server, asked)) == 5
@@ -214,8 +214,8 @@ def test_a_best_of_below_n_asks_for_n_answers(server):
 
 
 def test_top_logprobs_alone_ask_for_logprobs(server):
-    told = post(server, CHATS, chat(top_logprobs=3))[1]["choices"][0]["logprobs"]
-    assert [len(token["top_logprobs"]) for token in told["content"]] == [3, 3]
+    reply = post(server, CHATS, chat(top_logprobs=3))[1]["choices"][0]["logprobs"]
+    assert [len(token["top_logprobs"]) for token in reply["content"]] == [3, 3]
 
 
 def test_an_empty_stop_ends_nothing_and_the_others_beside_it_do(server):
@@ -229,8 +229,8 @@ def test_an_empty_stop_ends_nothing_and_the_others_beside_it_do(server):
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_only_json_is_read_so_no_page_can_send_it_unasked(server, kind):
-    status, told = post(server, COMPLETIONS, completion(), kind)
-    assert status == 415 and "Content-Type: application/json" in told["error"]["message"]
+    status, reply = post(server, COMPLETIONS, completion(), kind)
+    assert status == 415 and "Content-Type: application/json" in reply["error"]["message"]
     assert post(server, COMPLETIONS, completion(), "application/json; charset=utf-8")[0] == 200
 
 
@@ -244,9 +244,9 @@ def test_only_json_is_read_so_no_page_can_send_it_unasked(server, kind):
 def test_a_cache_salt_keeps_prefixes_apart(server, path, body):
     cached = []
     for salt in ("ours", "theirs", None, "ours"):
-        status, told = post(server, path, body | {"cache_salt": salt})
+        status, reply = post(server, path, body | {"cache_salt": salt})
         assert status == 200
-        cached.append(told["usage"]["prompt_tokens_details"]["cached_tokens"])
+        cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached[:3] == [0, 0, 0] and cached[3] >= 128
-    status, told = post(server, path, body | {"cache_salt": ""})
-    assert status == 400 and "'cache_salt'" in told["error"]["message"]
+    status, reply = post(server, path, body | {"cache_salt": ""})
+    assert status == 400 and "'cache_salt'" in reply["error"]["message"]

@@ -79,14 +79,16 @@ def test_echo_scores_the_prompt_as_lm_eval_asks(server, client):
     got = client.completions.create(
         model="demo-7m", prompt=PROMPT, max_tokens=0, echo=True, logprobs=1, temperature=0
     )
-    told = got.choices[0].logprobs
+    reply = got.choices[0].logprobs
     wanted = server.llm.generate(PROMPT, SamplingParams(max_tokens=0, prompt_logprobs=1))[0]
-    assert got.choices[0].text == PROMPT and told.token_logprobs[0] is None
+    assert got.choices[0].text == PROMPT and reply.token_logprobs[0] is None
     own = [row[t].logprob for row, t in zip(
         wanted.prompt_logprobs[1:], wanted.prompt_token_ids[1:], strict=True)]  # fmt: skip
-    assert told.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
-    assert "".join(told.tokens) == PROMPT
-    assert [PROMPT[at:].startswith(t) for at, t in zip(told.text_offset, told.tokens, strict=True)]
+    assert reply.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
+    assert "".join(reply.tokens) == PROMPT
+    assert [
+        PROMPT[at:].startswith(t) for at, t in zip(reply.text_offset, reply.tokens, strict=True)
+    ]
     one = client.completions.create(
         model="demo-7m", prompt=PROMPT, max_tokens=2, echo=True, logprobs=2, temperature=0
     ).choices[0]
@@ -98,20 +100,20 @@ def test_offsets_are_places_in_the_text(client, prompt):
     asked = {"model": "demo-7m", "prompt": prompt, "max_tokens": 9, "echo": True, "logprobs": 0}
     asked |= {"extra_body": {"guided_choice": ["é🙂 zz x"]}, "temperature": 0}
     whole = client.completions.create(**asked, stop=["zzz"]).choices[0]
-    told, text = whole.logprobs, whole.text
-    shown = {t: p for t, p in zip(told.text_offset, told.tokens, strict=True) if "\\x" not in p}
+    reply, text = whole.logprobs, whole.text
+    shown = {t: p for t, p in zip(reply.text_offset, reply.tokens, strict=True) if "\\x" not in p}
     assert all(text.startswith(p, t) for t, p in shown.items() if p != "<|endoftext|>")
-    assert told.text_offset == sorted(told.text_offset) and told.text_offset[-1] <= len(text)
+    assert reply.text_offset == sorted(reply.text_offset) and reply.text_offset[-1] <= len(text)
     parts = [*client.completions.create(**asked, stop=["zzz"], stream=True)]
     offsets = [p.choices[0].logprobs.text_offset for p in parts if p.choices[0].logprobs]
-    assert sum(offsets, []) == told.text_offset
+    assert sum(offsets, []) == reply.text_offset
 
 
 def test_the_echo_of_a_single_token_is_told_without_a_score(client):
     asked = {"model": "demo-7m", "prompt": "def", "max_tokens": 2, "echo": True, "logprobs": 0}
-    told = client.completions.create(**asked, temperature=0).choices[0]
-    assert told.logprobs.tokens[0] == "def" and told.logprobs.token_logprobs[0] is None
-    assert "".join(told.logprobs.tokens) == told.text and told.logprobs.text_offset[:2] == [0, 3]
+    reply = client.completions.create(**asked, temperature=0).choices[0]
+    assert reply.logprobs.tokens[0] == "def" and reply.logprobs.token_logprobs[0] is None
+    assert "".join(reply.logprobs.tokens) == reply.text and reply.logprobs.text_offset[:2] == [0, 3]
     streamed = client.completions.create(**asked, temperature=0, stream=True)
     first = next(chunk.choices[0] for chunk in streamed)
     assert first.logprobs.tokens[0] == "def" and first.logprobs.token_logprobs[0] is None
@@ -313,14 +315,14 @@ def test_token_ids_are_told_beside_the_text_if_asked_for(client, kind):
         messages = [{"role": "user", "content": "hello"}]
         create, given = client.chat.completions.create, {**given, "messages": messages}
     whole = create(**given)
-    told = whole.choices[0]
-    holder = told if kind == "completions" else whole
-    assert len(told.token_ids) == 12 == whole.usage.completion_tokens
+    reply = whole.choices[0]
+    holder = reply if kind == "completions" else whole
+    assert len(reply.token_ids) == 12 == whole.usage.completion_tokens
     assert len(holder.prompt_token_ids) == whole.usage.prompt_tokens
     chunks = [*create(**given, stream=True)]
     parts = [choice for chunk in chunks for choice in chunk.choices]
     ids = [token for part in parts for token in getattr(part, "token_ids", None) or []]
-    assert ids == told.token_ids
+    assert ids == reply.token_ids
     holders = parts if kind == "completions" else chunks
     prompts = [found for h in holders if (found := getattr(h, "prompt_token_ids", None))]
     assert prompts == [holder.prompt_token_ids]

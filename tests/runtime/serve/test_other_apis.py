@@ -45,9 +45,9 @@ def events(text):
 
 def test_a_message_is_a_chat(server):
     status, text = post(server, ASK)
-    told = json.loads(text)
-    assert status == 200 and told["content"] == [{"type": "text", "text": wanted(server)}]
-    assert told["stop_reason"] == "max_tokens" and told["usage"]["output_tokens"] == 8
+    reply = json.loads(text)
+    assert status == 200 and reply["content"] == [{"type": "text", "text": wanted(server)}]
+    assert reply["stop_reason"] == "max_tokens" and reply["usage"]["output_tokens"] == 8
     status, text = post(server, ASK | {"stream": True})
     got = events(text)
     assert [got[0]["type"], got[-1]["type"]] == ["message_start", "message_stop"]
@@ -69,9 +69,9 @@ def test_tokens_are_counted_before_and_where_they_were_found_after(server):
     assert whole == ended and whole["cache_read_input_tokens"] > 0
     assert whole["cache_read_input_tokens"] + whole["input_tokens"] == count
     ask = {"input": "hi", "instructions": "You code."}
-    told = json.loads(post(server, ask, "/v1/responses/input_tokens")[1])
+    reply = json.loads(post(server, ask, "/v1/responses/input_tokens")[1])
     plain = json.loads(post(server, ASK, "/v1/messages/count_tokens")[1])
-    assert told == {"object": "response.input_tokens", **plain}
+    assert reply == {"object": "response.input_tokens", **plain}
     assert post(server, ASK | {"model": "other"}, "/v1/messages/count_tokens")[0] == 404
 
 
@@ -79,8 +79,8 @@ def test_tokens_are_counted_before_and_where_they_were_found_after(server):
 def test_a_messages_format_is_kept(server, form):
     wanted = {"type": "json_schema", "schema": PERSON}
     given = {"format": wanted} if form == "output_config" else wanted
-    told = json.loads(post(server, ASK | {form: given, "max_tokens": 60})[1])
-    assert 0 <= json.loads(told["content"][0]["text"])["age"] <= 9
+    reply = json.loads(post(server, ASK | {form: given, "max_tokens": 60})[1])
+    assert 0 <= json.loads(reply["content"][0]["text"])["age"] <= 9
     given = {"format": {"type": "xml"}} if form == "output_config" else {"type": "xml"}
     status, text = post(server, ASK | {form: given})
     assert status == 400 and "json_schema" in json.loads(text)["error"]["message"]
@@ -89,16 +89,16 @@ def test_a_messages_format_is_kept(server, form):
 def test_a_tool_that_must_be_called_is(server):
     tool = {"name": "find", "description": "finds", "input_schema": PERSON}
     ask = ASK | {"tools": [tool], "tool_choice": {"type": "tool", "name": "find"}, "max_tokens": 60}
-    told = json.loads(post(server, ask)[1])
-    (block,) = told["content"]
+    reply = json.loads(post(server, ask)[1])
+    (block,) = reply["content"]
     assert block["type"] == "tool_use" and 0 <= block["input"]["age"] <= 9
-    assert told["stop_reason"] == "tool_use"
+    assert reply["stop_reason"] == "tool_use"
     got = events(post(server, ask | {"stream": True})[1])
     start = next(e for e in got if e["type"] == "content_block_start")
     assert start["content_block"]["name"] == "find"
     parts = [e["delta"]["partial_json"] for e in got if e["type"] == "content_block_delta"]
     assert json.loads("".join(parts)) == block["input"]
-    talk = [*ASK["messages"], {"role": "assistant", "content": told["content"]},
+    talk = [*ASK["messages"], {"role": "assistant", "content": reply["content"]},
             {"role": "user", "content": [{"type": "tool_result", "content": "42",
                                           "tool_use_id": block["id"]}]}]  # fmt: skip
     assert post(server, ASK | {"messages": talk})[0] == 200
@@ -114,8 +114,8 @@ def test_errors_are_anthropics(server):
         ({"tool_choice": {"type": "some"}}, 400, "tool_choice.type"),
     ):
         got, text = post(server, ASK | change)
-        told = json.loads(text)
-        assert got == status and told["type"] == "error" and said in told["error"]["message"]
+        reply = json.loads(text)
+        assert got == status and reply["type"] == "error" and said in reply["error"]["message"]
 
 
 def test_a_response_is_a_chat(server):

@@ -46,7 +46,7 @@ def says(text, **more):
     return ask | {"extra_body": {"guided_choice": [text]}} | more
 
 
-def told(response):
+def content_of(response):
     """Return an answer's items as what they say."""
     return [
         (item.type, item.content[0].text)
@@ -75,10 +75,10 @@ def told(response):
 )
 def test_items_are_the_same_whole_and_streamed(client, text, wanted):
     whole = client.responses.create(**says(text))
-    assert told(whole) == wanted and whole.status == "completed"
+    assert content_of(whole) == wanted and whole.status == "completed"
     with client.responses.stream(**says(text)) as stream:
         events = [*stream]
-        assert told(stream.get_final_response()) == wanted
+        assert content_of(stream.get_final_response()) == wanted
     assert [event.sequence_number for event in events] == [*range(len(events))]
     added = [e.item.id for e in events if e.type == "response.output_item.added"]
     done = [e.item.id for e in events if e.type == "response.output_item.done"]

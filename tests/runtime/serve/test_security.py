@@ -65,9 +65,9 @@ def test_no_path_leads_to_a_file(server, path):
 
 def test_a_hundred_megabytes_are_refused_unread(server):
     own = psutil.Process(os.getpid())
-    with connect(server) as told:
-        told.sendall(HEAD + b"Content-Length: 104857600\r\n\r\n")
-        assert b" 413 " in told.recv(200), "before a byte of it was sent"
+    with connect(server) as reply:
+        reply.sendall(HEAD + b"Content-Length: 104857600\r\n\r\n")
+        assert b" 413 " in reply.recv(200), "before a byte of it was sent"
     before, sent = own.memory_info().rss, 0
     with connect(server) as chunks:
         chunks.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -270,18 +270,18 @@ def test_pages_of_other_sites_may_ask_only_where_that_was_said(server, two_stage
                  "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
     allowed = "Access-Control-Allow-Origin"
     assert allowed not in ask(server, "GET", "/v1/models", headers=origin)[1]
-    status, told, _ = ask(server, "OPTIONS", "/v1/completions", headers=preflight)
-    assert status == 405 and allowed not in told
+    status, reply, _ = ask(server, "OPTIONS", "/v1/completions", headers=preflight)
+    assert status == 405 and allowed not in reply
     settings = {"cors_origins": ("https://good.example",), "api_keys": ("sesame",)}
     with running(two_stages, **settings) as asked:
-        status, told, _ = ask(asked, "OPTIONS", "/v1/completions", headers=preflight)
-        assert status == 200 and told[allowed] == "https://good.example"
-        assert "authorization" in told["Access-Control-Allow-Headers"].lower()
-        status, told, _ = ask(asked, "GET", "/v1/models", headers=origin)
-        assert status == 401 and told[allowed] == "https://good.example", "pages read why"
+        status, reply, _ = ask(asked, "OPTIONS", "/v1/completions", headers=preflight)
+        assert status == 200 and reply[allowed] == "https://good.example"
+        assert "authorization" in reply["Access-Control-Allow-Headers"].lower()
+        status, reply, _ = ask(asked, "GET", "/v1/models", headers=origin)
+        assert status == 401 and reply[allowed] == "https://good.example", "pages read why"
         other = {"Origin": "https://evil.example", "Authorization": "Bearer sesame"}
-        status, told, _ = ask(asked, "GET", "/v1/models", headers=other)
-        assert status == 200 and allowed not in told
+        status, reply, _ = ask(asked, "GET", "/v1/models", headers=other)
+        assert status == 200 and allowed not in reply
 
 
 def test_answers_that_outlast_the_end_are_told_so(two_stages, running):
@@ -328,17 +328,17 @@ def test_arguments_of_calls_are_what_a_template_takes(two_stages, running, shown
     ]
     with running(two_stages, chat_template=template) as server:
         talk = {"messages": messages, "max_tokens": 1}
-        told = json.loads(ask(server, "POST", "/v1/chat/completions", talk)[2])
+        reply = json.loads(ask(server, "POST", "/v1/chat/completions", talk)[2])
         wanted = server.llm.tokenizer.encode(text, special=False)
-        assert told["usage"]["prompt_tokens"] == len(wanted)
+        assert reply["usage"]["prompt_tokens"] == len(wanted)
 
 
 def test_a_template_of_the_operator_replaces_the_models(two_stages, running):
     with running(two_stages, chat_template="{{ messages[0].content }}") as server:
         talk = {"messages": [{"role": "user", "content": "import os"}], "max_tokens": 3,
                 "temperature": 0}  # fmt: skip
-        told = json.loads(ask(server, "POST", "/v1/chat/completions", talk)[2])
+        reply = json.loads(ask(server, "POST", "/v1/chat/completions", talk)[2])
         plain = json.loads(ask(server, "POST", "/v1/completions", {
             "prompt": "import os", "max_tokens": 3, "temperature": 0})[2])  # fmt: skip
-        assert told["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
-        assert told["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+        assert reply["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+        assert reply["choices"][0]["message"]["content"] == plain["choices"][0]["text"]

@@ -39,8 +39,8 @@ def ask(server, path, body=None, headers=None, method=None):
     data = (
         None if body is None else (body if isinstance(body, bytes) else json.dumps(body).encode())
     )
-    told = {"Content-Type": "application/json", **(headers or {})}
-    request = urllib.request.Request(server.url + path, data, told, method=method)
+    reply = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(server.url + path, data, reply, method=method)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             status, found, text = answer.status, answer.headers, answer.read()
@@ -234,9 +234,9 @@ def test_times_are_counted_from_the_arrival_of_a_requests_head(server):
     ],
 )
 def test_malformed_requests_get_one_sentence(server, path, body, status, said):
-    got, _, told = ask(server, path, body)
-    assert got == status and said in told["error"]["message"]
-    assert set(told["error"]) == {"message", "type", "param", "code"}
+    got, _, reply = ask(server, path, body)
+    assert got == status and said in reply["error"]["message"]
+    assert set(reply["error"]) == {"message", "type", "param", "code"}
 
 
 def test_a_client_that_goes_away_frees_its_slot_without_a_word_in_the_log(server, caplog):
@@ -257,8 +257,8 @@ def test_a_client_that_goes_away_frees_its_slot_without_a_word_in_the_log(server
 
 def test_large_slow_and_endless_requests_are_bounded(two_stages, running):
     with running(two_stages, read_timeout_s=0.5, max_body_bytes=20_000) as server:
-        status, _, told = ask(server, "/v1/completions", b"x" * 100_000)
-        assert status == 413 and "larger than 20000 bytes" in told["error"]["message"]
+        status, _, reply = ask(server, "/v1/completions", b"x" * 100_000)
+        assert status == 413 and "larger than 20000 bytes" in reply["error"]["message"]
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as slow:
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n")  # no end of the head
             assert slow.recv(100) == b""
@@ -312,8 +312,8 @@ def test_keys_open_the_server_and_are_never_logged(two_stages, running, caplog):
     with running(two_stages, api_keys=("first-key", "second-key")) as server:
         body = {"prompt": "very private words", "max_tokens": 1}
         for headers in ({}, {"Authorization": "Bearer wrong-key"}, {"Authorization": "first-key"}):
-            status, found, told = ask(server, "/v1/completions", body, headers)
-            assert status == 401 and told["error"]["code"] == "invalid_api_key"
+            status, found, reply = ask(server, "/v1/completions", body, headers)
+            assert status == 401 and reply["error"]["code"] == "invalid_api_key"
             assert found["WWW-Authenticate"] == "Bearer"
         for headers in ({"Authorization": "Bearer second-key"}, {"X-Api-Key": "first-key"}):
             assert ask(server, "/v1/completions", body, headers)[0] == 200
@@ -336,9 +336,9 @@ def test_keys_open_the_server_and_are_never_logged(two_stages, running, caplog):
 def test_too_many_requests_are_asked_back_and_answers_have_a_deadline(two_stages, running, caplog):
     with running(two_stages, max_requests=1, request_timeout_s=0.3) as server:
         connection, answer = begun(server)
-        status, found, told = ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        status, found, reply = ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
         assert status == 429 and found["Retry-After"] == "1"
-        assert told["error"]["type"] == "rate_limit_error"
+        assert reply["error"]["type"] == "rate_limit_error"
         rest = answer.read()
         assert b"[DONE]" not in rest
         assert json.loads(rest.strip().splitlines()[-1][6:])["error"]["type"] == "timeout_error"
@@ -367,9 +367,9 @@ def test_a_stage_that_dies_is_told_and_nothing_hangs(
         connection.close()
         last = json.loads(rest.strip().splitlines()[-1][6:])["error"]["message"]
         assert b"[DONE]" not in rest and "lost during" in last and "--resume" not in last
-        status, found, told = ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        status, found, reply = ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
         assert (
-            status == 503 and found["Retry-After"] == "1" and "stopped" in told["error"]["message"]
+            status == 503 and found["Retry-After"] == "1" and "stopped" in reply["error"]["message"]
         )
         assert ask(server, "/ready")[0] == 503 and ask(server, "/health")[0] == 503
         assert ask(server, "/metrics")[0] == 200
@@ -385,11 +385,11 @@ def test_a_stage_that_dies_is_recovered_behind_streams(demo_model, make_plan, ru
         connection, answer = begun(server, max_tokens=150)
         psutil.Process(server.llm.stats()["stages"][0]["pid"]).kill()
         until(lambda: server.llm.recovering is not None)
-        status, found, told = ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        status, found, reply = ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
         if status != 200:  # it may have been over
             assert status == 503 and int(found["Retry-After"]) >= 1
-            assert told["error"]["code"] == "recovering"
-            assert "being recovered since 20" in told["error"]["message"]
+            assert reply["error"]["code"] == "recovering"
+            assert "being recovered since 20" in reply["error"]["message"]
         assert ask(server, "/health")[0] == 200
         assert ask(server, "/ready")[0] in (200, 503) and ask(server, "/metrics")[0] == 200
         whole = answer.read()

@@ -70,9 +70,9 @@ def test_an_answer_has_as_many_gaps_as_tokens_less_one_however_they_come_togethe
         for count in counts:
             clock.tokens(count)
         assert (metrics.sums["tokens"], metrics.sums["gaps"]) == (4, 3)
-        (told,) = [
+        (sample,) = [
             line
             for line in metrics.text().decode().split("\n")
             if line.startswith("vllm:inter_token_latency_seconds_count")
         ]
-        assert told.endswith(" 3.0")
+        assert sample.endswith(" 3.0")

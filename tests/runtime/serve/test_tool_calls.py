@@ -152,9 +152,9 @@ def test_a_forced_call_that_a_stop_text_cuts_is_none(hermes, choice):
 def test_a_forced_call_that_the_limit_cuts_is_none(hermes, kind):
     choice = tool("list") if kind == "named" else "required"
     body = chat(tools=[tool("list", LIST)], tool_choice=choice, max_tokens=3)
-    (told,) = json.loads(post(hermes, CHATS, body)[1])["choices"]
-    assert told["finish_reason"] == "length"
-    assert told["message"]["content"] is None and "tool_calls" not in told["message"]
+    (reply,) = json.loads(post(hermes, CHATS, body)[1])["choices"]
+    assert reply["finish_reason"] == "length"
+    assert reply["message"]["content"] is None and "tool_calls" not in reply["message"]
     anthropic = {"type": "tool", "name": "list"} if kind == "named" else {"type": "any"}
     body = {
         "model": "demo-7m",
@@ -163,8 +163,8 @@ def test_a_forced_call_that_the_limit_cuts_is_none(hermes, kind):
         "tools": [{"name": "list", "input_schema": LIST}],
         "tool_choice": anthropic,
     }
-    told = json.loads(post(hermes, MESSAGES, body)[1])
-    assert told["stop_reason"] == "max_tokens" and told["content"] == []
+    reply = json.loads(post(hermes, MESSAGES, body)[1])
+    assert reply["stop_reason"] == "max_tokens" and reply["content"] == []
     events = post(hermes, MESSAGES, body | {"stream": True})[1]
     assert '"stop_reason":"max_tokens"' in events and "tool_use" not in events
     parts = streamed(
@@ -182,9 +182,9 @@ def test_a_forced_call_that_the_limit_cuts_is_none(hermes, kind):
         "tools": [{"type": "function", "name": "list", "parameters": LIST}],
         "tool_choice": {"type": "function", "name": "list"} if kind == "named" else "required",
     }
-    told = json.loads(post(hermes, RESPONSES, body)[1])
-    assert told["status"] == "incomplete" and told["output"] == []
-    assert told["incomplete_details"] == {"reason": "max_output_tokens"}
+    reply = json.loads(post(hermes, RESPONSES, body)[1])
+    assert reply["status"] == "incomplete" and reply["output"] == []
+    assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
     events = streamed(post(hermes, RESPONSES, body | {"stream": True})[1])
     assert events[-1]["type"] == "response.incomplete"
     assert not any("function_call" in event["type"] for event in events)
@@ -207,9 +207,9 @@ def test_thoughts_leave_apart_from_the_text_whole_and_streamed(hermes):
     for choice in ("auto", "none"):
         body = says(said, tool_choice=choice)
         answer = json.loads(post(hermes, CHATS, body)[1])
-        (told,) = answer["choices"]
-        message, spent = told["message"], answer["usage"]["completion_tokens_details"]
-        assert message["content"] == "done" and told["finish_reason"] == "stop"
+        (reply,) = answer["choices"]
+        message, spent = reply["message"], answer["usage"]["completion_tokens_details"]
+        assert message["content"] == "done" and reply["finish_reason"] == "stop"
         assert message["reasoning_content"] == thought and "tool_calls" not in message
         assert 0 < spent["reasoning_tokens"] < answer["usage"]["completion_tokens"]
         options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -219,10 +219,10 @@ def test_thoughts_leave_apart_from_the_text_whole_and_streamed(hermes):
         assert "".join(d.get("content") or "" for d in deltas) == "done"
         assert "".join(d.get("reasoning_content") or "" for d in deltas) == thought
         assert not any("tool_calls" in delta for delta in deltas)
-    (told,) = json.loads(post(hermes, CHATS, says(said, include_reasoning=False))[1])["choices"]
-    assert told["message"]["content"] == "done" and "reasoning_content" not in told["message"]
-    (told,) = json.loads(post(hermes, CHATS, says(said, separate_reasoning=False))[1])["choices"]
-    assert told["message"]["content"] == said and "reasoning_content" not in told["message"]
+    (reply,) = json.loads(post(hermes, CHATS, says(said, include_reasoning=False))[1])["choices"]
+    assert reply["message"]["content"] == "done" and "reasoning_content" not in reply["message"]
+    (reply,) = json.loads(post(hermes, CHATS, says(said, separate_reasoning=False))[1])["choices"]
+    assert reply["message"]["content"] == said and "reasoning_content" not in reply["message"]
 
 
 def test_thoughts_are_blocks_of_anthropics_api(hermes):

@@ -39,9 +39,9 @@ def planned(demo_model, make_plan):
     plan = make_plan(
         demo_model, (3,), batch=8, prompt_len=200, gen_len=200, decode_microbatch=4, dtype="float32"
     )
-    told = {"prefill_s": STEP_S["prefill"], "decode_s": STEP_S["decode"]}
+    times = {"prefill_s": STEP_S["prefill"], "decode_s": STEP_S["decode"]}
     return plan.model_copy(
-        update={"stages": tuple(stage.model_copy(update=told) for stage in plan.stages)}
+        update={"stages": tuple(stage.model_copy(update=times) for stage in plan.stages)}
     )
 
 
@@ -66,8 +66,8 @@ def test_requests_are_followed_by_their_ids_through_every_stage(
         lambda: LLM(demo_model, plan=planned, backend="threads", trace=trace), log_prompts=True
     ) as server:
         for name, prompt in (("first", "very private words"), ("second", ["a", "b"])):
-            _, told = ask(server, name, prompt=prompt, max_tokens=5, ignore_eos=True)
-            assert told == name
+            _, reply = ask(server, name, prompt=prompt, max_tokens=5, ignore_eos=True)
+            assert reply == name
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     for stage in (0, 1):
         seen = [set(e["args"]["requests"]) for e in events if e["pid"] == stage]
@@ -98,9 +98,9 @@ def test_steps_are_counted_beside_what_the_plan_promised_of_them(demo_model, pla
         assert all(sum(v for (_, s), v in rows.items() if s == stage) == 18 for stage in (0, 1))
         assert steps and steps.keys() == rows.keys() == seconds.keys()
         assert all(seconds[key] > 0 for key in steps)
-        for stage, told in enumerate(server.service.stats()["stages"]):
+        for stage, stated in enumerate(server.service.stats()["stages"]):
             own = sum(value for (_, s), value in seconds.items() if s == stage)
-            assert own == pytest.approx(told["busy_s"])
+            assert own == pytest.approx(stated["busy_s"])
         promised = read("llmpq:stage_predicted_step_seconds", server)
         assert promised == {(kind, s): STEP_S[kind] for kind in STEP_S for s in (0, 1)}
         at = read("llmpq:stage_predicted_step_rows", server)

@@ -172,9 +172,9 @@ def test_pieces_joined_are_the_text_of_all_tokens(kind, tmp_path):
         text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(some)
         if len(prompt) <= 8:
             assert answer_text(tokenizer, prompt, some) == text
-        told = streamed(tokenizer, prompt, [[token] for token in some])
-        assert told == answer_text(tokenizer, prompt, some)
-        assert told == streamed(tokenizer, prompt, bites(some, rng))
+        pieces = streamed(tokenizer, prompt, [[token] for token in some])
+        assert pieces == answer_text(tokenizer, prompt, some)
+        assert pieces == streamed(tokenizer, prompt, bites(some, rng))
 
 
 @pytest.mark.parametrize("kind", READ_BACK)
@@ -255,5 +255,5 @@ def test_stop_texts_that_do_not_count_end_nothing(tmp_path):
     assert not ends(request)
     request.output.append(tokens[5])
     assert ends(request)
-    told = streamed(tokenizer, [], [tokens[:6]], stop_texts=["."], min_tokens=4)
-    assert told == "ab.ab.ab"
+    pieces = streamed(tokenizer, [], [tokens[:6]], stop_texts=["."], min_tokens=4)
+    assert pieces == "ab.ab.ab"

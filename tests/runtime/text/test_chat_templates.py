@@ -112,13 +112,13 @@ def test_the_form_of_calls_is_that_of_the_named_template(demo_model, tmp_path, t
 def test_a_gguf_files_named_templates_are_read():
     from llmpq.checkpoints import gguf_tokenizer
 
-    told = {
+    metadata = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": ["a b"],
         "tokenizer.chat_template": PLAIN, "tokenizer.chat_template.tool_use": TOOLS,
         "tokenizer.chat_templates": ["tool_use"],
     }  # fmt: skip
-    made = gguf_tokenizer.tokenizer_of(SimpleNamespace(metadata=told, path="a.gguf"))
+    made = gguf_tokenizer.tokenizer_of(SimpleNamespace(metadata=metadata, path="a.gguf"))
     assert made.chat_template == {"default": PLAIN, "tool_use": TOOLS}
 
 

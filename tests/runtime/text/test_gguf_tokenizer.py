@@ -81,10 +81,10 @@ def test_the_beginning_is_added_where_the_file_asks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pre", ["llama-bpe", "lfm2", "tekken", "qwen2"])
 def test_files_that_do_not_say_begin_as_their_kind_does(pre: str, tmp_path: Path) -> None:
     """llama.cpp's older converter left `add_bos_token` out of Llama 3's files."""
-    told = demo_metadata() | {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.pre": pre}
+    words = demo_metadata() | {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.pre": pre}
     begins = pre != "qwen2"
-    assert (Tokenizer(write(tmp_path / "t.gguf", told)).encode("hello")[0] == 0) == begins
-    never = told | {"tokenizer.ggml.add_bos_token": False}
+    assert (Tokenizer(write(tmp_path / "t.gguf", words)).encode("hello")[0] == 0) == begins
+    never = words | {"tokenizer.ggml.add_bos_token": False}
     assert Tokenizer(write(tmp_path / "n.gguf", never)).encode("hello")[0] != 0
 
 
@@ -145,8 +145,8 @@ def test_sentencepiece_tokens_follow_the_scores(spm: Any, tmp_path: Path) -> Non
 
 
 def test_no_space_is_put_in_front_where_the_file_says_so(spm: Any, tmp_path: Path) -> None:
-    told = spm_metadata(spm) | {"tokenizer.ggml.add_space_prefix": False}
-    ours = Tokenizer(write(tmp_path / "t.gguf", told))
+    words = spm_metadata(spm) | {"tokenizer.ggml.add_space_prefix": False}
+    ours = Tokenizer(write(tmp_path / "t.gguf", words))
     for text in ("hello", " a  b\n", "   ", ""):
         assert ours.decode(ours.encode(text)) == text
     assert SPACE not in "".join(ours.text_of(t) for t in ours.encode("hello", special=False))
@@ -171,11 +171,11 @@ def test_gemma_4s_tokens_follow_its_merges(spm: Any, tmp_path: Path) -> None:
     """As Transformers' tokenizer of Gemma makes them; "\\n\\n" is a token of its own."""
     from transformers import GemmaTokenizer
 
-    told = spm_metadata(spm)
+    words = spm_metadata(spm)
     merges = [tuple(pair) for pair in json.loads(spm.to_str())["model"]["merges"]]
-    tokens = list(dict.fromkeys([*told["tokenizer.ggml.tokens"], "\n", "\n\n"]))
+    tokens = list(dict.fromkeys([*words["tokenizer.ggml.tokens"], "\n", "\n\n"]))
     merges = list(dict.fromkeys([*merges, ("\n", "\n")]))
-    kinds = [*told["tokenizer.ggml.token_type"], 1, 1][: len(tokens)]
+    kinds = [*words["tokenizer.ggml.token_type"], 1, 1][: len(tokens)]
     theirs = GemmaTokenizer(
         vocab={token: place for place, token in enumerate(tokens)},
         merges=merges,
@@ -184,13 +184,13 @@ def test_gemma_4s_tokens_follow_its_merges(spm: Any, tmp_path: Path) -> None:
         eos_token="</s>",
         pad_token="<unk>",
     )
-    told |= {
+    words |= {
         "tokenizer.ggml.model": "gemma4",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
     }
-    ours = Tokenizer(write(tmp_path / "t.gguf", told))
+    ours = Tokenizer(write(tmp_path / "t.gguf", words))
     for text in (*TEXTS[:1], "na\u00efve \u4f60 \U0001f600", " a  b\n\n\nc", "\t", ""):
         got = ours.encode(text)
         assert got == [1, *theirs.encode(text, add_special_tokens=False)]
@@ -218,10 +218,10 @@ def test_what_gives_other_tokens_is_refused(
 def test_what_is_missing_is_named_at_planning_too(key: str, spm: Any, tmp_path: Path) -> None:
     from llmpq.planner.problem.make_problem import _tokenizer_lack
 
-    told = spm_metadata(spm) if key == "scores" else demo_metadata()
-    whole = write(tmp_path / "whole.gguf", told)
+    words = spm_metadata(spm) if key == "scores" else demo_metadata()
+    whole = write(tmp_path / "whole.gguf", words)
     assert _tokenizer_lack(str(whole)) == []
-    path = write(tmp_path / "t.gguf", {k: v for k, v in told.items() if not k.endswith(key)})
+    path = write(tmp_path / "t.gguf", {k: v for k, v in words.items() if not k.endswith(key)})
     with pytest.raises(ValueError, match=f"t.gguf'.*'tokenizer.ggml.{key}'") as error:
         Tokenizer(path)
     assert _tokenizer_lack(str(path)) == [str(error.value)]

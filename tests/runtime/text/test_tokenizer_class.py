@@ -36,7 +36,7 @@ def test_a_class_is_that_of_transformers(demo_model: Path, tmp_path: Path, kind,
 def test_a_tokenizer_of_own_code_is_refused_without_a_question(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    """Transformers asks whether to run it, where it is not told."""
+    """Transformers asks whether to run it, where nothing says so."""
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
     if whole:

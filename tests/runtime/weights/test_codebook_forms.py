@@ -111,8 +111,10 @@ def bitsandbytes(kind: str, *, nested: bool) -> Callable[[Tensor], Stored]:
         codes = (blocks / absmax[:, None])[..., None].sub(table).abs().argmin(-1).to(torch.uint8)
         pairs = codes.flatten().view(-1, 2)
         stored["weight"] = (pairs[:, 0] << 4 | pairs[:, 1])[:, None]
-        told = list(json.dumps(state).encode())
-        stored[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(told, dtype=torch.uint8)
+        as_bytes = list(json.dumps(state).encode())
+        stored[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
+            as_bytes, dtype=torch.uint8
+        )
         return stored, (table[codes.int()] * absmax[:, None]).view(weight.shape)
 
     return form
@@ -293,9 +295,9 @@ def gpt_oss(folder: Path) -> tuple[Path, Path]:
     save_file(numbers, folder / "numbers" / "model.safetensors")
     (folder / "form").mkdir()
     save_file(stored, folder / "form" / "model.safetensors")
-    told = json.loads((folder / "numbers" / "config.json").read_text())
-    told["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
-    (folder / "form" / "config.json").write_text(json.dumps(told))
+    stored_config = json.loads((folder / "numbers" / "config.json").read_text())
+    stored_config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (folder / "form" / "config.json").write_text(json.dumps(stored_config))
     return folder / "form", folder / "numbers"
 
 

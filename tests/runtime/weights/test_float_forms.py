@@ -324,8 +324,8 @@ def test_experts_in_mxfp4_are_those_that_transformers_unpacks(tmp_path: Path) ->
     save_file(numbers, tmp_path / "numbers" / "model.safetensors")
     (tmp_path / "form").mkdir()
     save_file(stored, tmp_path / "form" / "model.safetensors")
-    told = json.loads((tmp_path / "numbers" / "config.json").read_text())
-    told["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
-    (tmp_path / "form" / "config.json").write_text(json.dumps(told))
+    stored_config = json.loads((tmp_path / "numbers" / "config.json").read_text())
+    stored_config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (tmp_path / "form" / "config.json").write_text(json.dumps(stored_config))
     found, want = logits(tmp_path / "form"), logits(tmp_path / "numbers")
     assert torch.equal(found, want)

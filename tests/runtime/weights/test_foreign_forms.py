@@ -203,21 +203,21 @@ def modelopt(dense: Path, folder: Path, algorithm: str, *, beside: bool) -> tupl
                 f"{stem}.weight_scale_2": whole,
             }
         stored[f"{stem}.input_scale"] = torch.tensor(0.5)
-    told = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    stated = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     if algorithm == "MIXED_PRECISION":
-        told["quantized_layers"] = {stem: {"quant_algo": own} for stem, own in of.items()}
+        stated["quantized_layers"] = {stem: {"quant_algo": own} for stem, own in of.items()}
     config = json.loads((dense / "config.json").read_text())
     own = (
         config
         if beside
-        else {**config, "quantization_config": {"quant_method": "modelopt", **told}}
+        else {**config, "quantization_config": {"quant_method": "modelopt", **stated}}
     )
     for path, tensors, words in ((folder / "f", stored, own), (folder / "n", numbers, config)):
         path.mkdir(parents=True)
         save_file({k: v.clone() for k, v in tensors.items()}, path / "model.safetensors")
         (path / "config.json").write_text(json.dumps(words))
     if beside:
-        content = {"producer": {"name": "modelopt"}, "quantization": told}
+        content = {"producer": {"name": "modelopt"}, "quantization": stated}
         (folder / "f" / "hf_quant_config.json").write_text(json.dumps(content))
     return folder / "f", folder / "n"
 

@@ -822,9 +822,9 @@ def converted(model: Any, kind: str) -> dict[str, Tensor]:
             assert behind == f"{rows.shape[0]}.weight"
             found[stored] = torch.cat((rows, tensor[None]))
         else:
-            told = name.replace("model.", "backbone.") if arch.startswith("nemotron_h") else name
-            told = told.replace("e_score_correction_bias", "e_score_correction.bias")
-            stored = table.get_name(told, try_suffixes=(".weight", ".bias"))
+            called = name.replace("model.", "backbone.") if arch.startswith("nemotron_h") else name
+            called = called.replace("e_score_correction_bias", "e_score_correction.bias")
+            stored = table.get_name(called, try_suffixes=(".weight", ".bias"))
             if name.endswith("feed_forward.expert_bias"):
                 stored = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
             gates = (".mlp.gate.", ".feed_forward.gate.", ".block_sparse_moe.router.")
@@ -1256,8 +1256,8 @@ def test_plans_for_cpus_keep_the_codes(form: str, symmetric: bool, tmp_path: Pat
         "tokenizer.ggml.tokens": ["a", "b", "ab", *(f"w{i}" for i in range(196))],
         "tokenizer.ggml.merges": ["a b"],
     }
-    told = {**common(model.config, "llama"), **words}
-    write(path, "llama", told, converted(model, "llama"), form)
+    described = {**common(model.config, "llama"), **words}
+    write(path, "llama", described, converted(model, "llama"), form)
     want = ReferencePipeline.from_directory(path, dtype=torch.float32).generate([TOKENS], max_new=6)
     with LLM(path, dtype="float32") as llm:
         grid = llm.plan.quantization
@@ -1420,8 +1420,8 @@ def test_damaged_files_are_refused_in_a_sentence(kind: str, tmp_path: Path) -> N
 )
 def test_lying_metadata_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
     path, model = tmp_path / "model.gguf", random_model("llama")
-    told = {f"llama.{k}": v for k, v in common(model.config, "llama").items()} | metadata
-    plain = {k.removeprefix("llama."): v for k, v in told.items() if v is not None}
+    described = {f"llama.{k}": v for k, v in common(model.config, "llama").items()} | metadata
+    plain = {k.removeprefix("llama."): v for k, v in described.items() if v is not None}
     write(path, "llama", plain, converted(model, "llama"))
     with pytest.raises(ValueError, match=message):
         spec = ModelSpec.from_directory(path)
@@ -1430,14 +1430,14 @@ def test_lying_metadata_is_refused(metadata: dict[str, Any], message: str, tmp_p
 
 def test_other_architectures_and_tensors_are_refused(tmp_path: Path) -> None:
     path, model = tmp_path / "model.gguf", random_model("llama")
-    told, tensors = common(model.config, "llama"), converted(model, "llama")
-    write(path, "mamba", told, tensors)
+    described, tensors = common(model.config, "llama"), converted(model, "llama")
+    write(path, "mamba", described, tensors)
     with pytest.raises(ValueError, match="architecture 'mamba' is not read from GGUF.*qwen3moe"):
         ModelSpec.from_directory(path)
-    write(path, "llama", told, tensors | {"blk.0.attn_sinks.weight": torch.ones(4)})
+    write(path, "llama", described, tensors | {"blk.0.attn_sinks.weight": torch.ones(4)})
     with pytest.raises(ValueError, match="'blk.0.attn_sinks.weight' is not part of a llama model"):
         open_checkpoint(path, ModelSpec.from_directory(path))
-    write(path, "llama", told, {k: v for k, v in tensors.items() if k != "token_embd.weight"})
+    write(path, "llama", described, {k: v for k, v in tensors.items() if k != "token_embd.weight"})
     with pytest.raises(ValueError, match="no tensor 'token_embd.weight'"):
         ModelSpec.from_directory(path)
 

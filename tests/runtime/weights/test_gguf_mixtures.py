@@ -250,8 +250,8 @@ def converted(model: Any, arch: str, *, whole_kv_b: bool = False) -> dict[str, T
                 heads = 4 if turned_part[1] == "q" else 2
                 halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
                 tensor = halves.transpose(1, 2).reshape(tensor.shape)
-            told = name.replace("e_score_correction_bias", "e_score_correction.bias")
-            stored = table.get_name(told, try_suffixes=(".weight", ".bias"))
+            called = name.replace("e_score_correction_bias", "e_score_correction.bias")
+            stored = table.get_name(called, try_suffixes=(".weight", ".bias"))
             assert stored is not None, name
             found[stored] = tensor
     return found

@@ -25,12 +25,12 @@ class CountingReader(SliceReader):
         self.bytes_given, self.spoiled = 0, spoiled
 
     def piece(self, file: str, start: int, end: int) -> tuple[bytes, str]:
-        data, told = super().piece(file, start, end)
+        data, total = super().piece(file, start, end)
         self.bytes_given += len(data)
         if self.spoiled:
             self.spoiled -= 1
-            return bytes(len(data)), told
-        return data, told
+            return bytes(len(data)), total
+        return data, total
 
 
 def same(left: dict, right: dict) -> bool:

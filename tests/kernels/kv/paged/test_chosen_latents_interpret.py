@@ -47,9 +47,9 @@ def run(
     where = spread_reference(step.rows_FR, table_SM, places, padding_slot=SLOTS)
     given = replace(asked, weights_TX=-asked.weights_TX) if wrong_weights else asked
     rows_4T, longest = token_rows(where), COLUMNS * BLOCK_TOKENS - 10
-    told = step.asked_of(wrong_table=wrong_table)
+    own_table = step.asked_of(wrong_table=wrong_table)
     got = attend_chosen_latents(
-        q, given, pool, rows_4T, told, plan, scale=dim**-0.5, longest=longest
+        q, given, pool, rows_4T, own_table, plan, scale=dim**-0.5, longest=longest
     )
     want = chosen_latents_reference(q, asked, pool, step.rows_FR, table_SM, scale=dim**-0.5)
     return got, want[..., :value_dim], step.used

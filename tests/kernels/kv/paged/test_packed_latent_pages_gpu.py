@@ -45,9 +45,9 @@ def test_chunks_and_decoding_rows(kv, heads):
     for rows in STEPS:
         used = sum(count for *_, count in rows)
         places = used + PADDING
-        told = plan.table(*zip(*rows, strict=True), num_rows=len(rows) + 2, num_places=places)
+        entries = plan.table(*zip(*rows, strict=True), num_rows=len(rows) + 2, num_places=places)
         step = PackedRows(
-            rows_FR=torch.tensor(told, dtype=torch.int32, device=device),
+            rows_FR=torch.tensor(entries, dtype=torch.int32, device=device),
             work_split=torch.empty(0, dtype=torch.int32, device=device),
             table_SM=table,
             chunks=max(count for *_, count in rows) > 1,

@@ -46,7 +46,7 @@ def copied(pages):
     return PackedPages(layer=layer, k_behind_PGTD=behind[0], v_behind_PGTD=behind[1])
 
 
-def told(mix, plan, *, rows, places):
+def step_of(mix, plan, *, rows, places):
     table = plan.table(*zip(*mix, strict=True), num_rows=rows, num_places=places)
     blocks = torch.randperm(SLOTS * COLUMNS, generator=torch.Generator().manual_seed(0))
     return PackedRows(
@@ -64,13 +64,13 @@ def check(kv, mix, *, heads, dtype=torch.float16, dim=320, rank=256, prefix_cach
     want_pages = pool(fmt, dtype, prefix_cache)
     for slot, start, _ in rows:
         if start:
-            before = told([(slot, 0, start)], plan, rows=1, places=start)
+            before = step_of([(slot, 0, start)], plan, rows=1, places=start)
             k = normal(start, 1, dim, dtype=dtype, seed=7 + slot)
             q = torch.zeros(start, heads, dim, dtype=dtype)
             attend_packed_pages_reference(q, k, k, want_pages, before, fmt, scale=1.0)
     got_pages = copied(want_pages)
     used = sum(count for *_, count in rows)
-    step = told(rows, plan, rows=len(rows) + 2, places=used + PADDING)
+    step = step_of(rows, plan, rows=len(rows) + 2, places=used + PADDING)
     q = normal(used + PADDING, heads, dim, dtype=dtype, seed=1)
     k = normal(used + PADDING, 1, dim, dtype=dtype, seed=2)
     want = attend_packed_pages_reference(q, k, k, want_pages, step, fmt, scale=dim**-0.5)

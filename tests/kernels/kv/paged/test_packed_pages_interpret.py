@@ -68,8 +68,8 @@ def copied(pages):
     return PackedPages(layer=layer, k_behind_PGTD=behind[0], v_behind_PGTD=behind[1])
 
 
-def told(mix, plan, *, rows=None, places=None, seed=0):
-    """Return a step's rows, with padding behind them unless told otherwise."""
+def step_of(mix, plan, *, rows=None, places=None, seed=0):
+    """Return a step's rows, with padding behind them unless asked otherwise."""
     slots, starts, counts = zip(*mix, strict=True)
     places = sum(counts) + PADDING if places is None else places
     num_rows = len(mix) + 2 if rows is None else rows
@@ -88,7 +88,7 @@ def filled(mix, fmt, groups, plan, dtype, **options):
     pages = pool(fmt, groups, dtype, **options)
     before = [(slot, 0, start) for slot, start, _ in mix if start]
     for row in before:
-        step = told([row], plan, rows=1, places=row[2])
+        step = step_of([row], plan, rows=1, places=row[2])
         k, v = (normal(row[2], groups, fmt.head_dim, dtype=dtype, seed=s + row[0]) for s in (7, 70))
         q = torch.zeros(row[2], plan.heads, fmt.head_dim, dtype=dtype)
         attend_packed_pages_reference(q, k, v, pages, step, fmt, scale=1.0)
@@ -104,7 +104,7 @@ def check(
     plan = replace(PackedPlan.of(fmt, heads, groups, dtype, CPU), programs=programs)
     want_pages = filled(MIXES[mix], fmt, groups, plan, dtype, **options)
     got_pages, before = copied(want_pages), copied(want_pages)
-    step = told(MIXES[mix], plan)
+    step = step_of(MIXES[mix], plan)
     used = sum(count for _, _, count in MIXES[mix])
     places = used + PADDING
     q, k, v = normal(places, heads + 2 * groups, dim, dtype=dtype).split(
@@ -227,8 +227,8 @@ def test_rules_in_other_precisions(kv):
     shape = {"heads": 4, "groups": 1, "dim": 64, "dtype": torch.float16, "rule": RULES["all"]}
     want, step, plan, pages, given, asked = check(kv, "mixed", **shape)
     for wrong in ({"window": 151}, {"cap": 1.2}, {"sinks_H": RULES["all"].sinks_H + 0.2}):
-        told = asked | {"rule": replace(RULES["all"], **wrong)}
-        got = attend_packed_pages(*given, copied(pages), step, plan, **told)
+        changed = asked | {"rule": replace(RULES["all"], **wrong)}
+        got = attend_packed_pages(*given, copied(pages), step, plan, **changed)
         assert error(got, want) > 4e-3, wrong
 
 
@@ -261,7 +261,7 @@ def test_steps_follow_each_other():
     mixes += [[(0, 141 + i, 1), (1, 159 + i, 1)] for i in range(5)]
     got_pages, want_pages = pool(fmt, groups, torch.float16), pool(fmt, groups, torch.float16)
     for number, mix in enumerate(mixes):
-        step = told(mix, plan)
+        step = step_of(mix, plan)
         q, k, v = (
             normal(
                 sum(row[2] for row in mix) + PADDING,
@@ -288,7 +288,7 @@ def test_what_does_not_fit_is_refused():
             PackedPlan.of(fmt, 4, 2, torch.float16, CPU)
     fmt = KVFormat(precision=KVPrecision.KV4, head_dim=32)
     plan, step_mix = PackedPlan.of(fmt, 4, 2, torch.float16, CPU), MIXES["one"]
-    step, pages = told(step_mix, plan), pool(fmt, 2, torch.float16)
+    step, pages = step_of(step_mix, plan), pool(fmt, 2, torch.float16)
     new = torch.zeros(4, 2, 32, dtype=torch.float16)
     with pytest.raises(ValueError, match="queries, keys and rings must be"):
         attend_packed_pages(new, new, new, pages, step, plan, scale=1.0)

@@ -51,7 +51,7 @@ def tables(seed=0):
 
 
 def step(mix, plan, *, rows=None, places=None):
-    """Return the rows' table and the number of places, with padding unless told otherwise."""
+    """Return the rows' table and the number of places, with padding unless asked otherwise."""
     slots, starts, counts = zip(*mix, strict=True)
     places = sum(counts) + 3 if places is None else places
     table = row_table(
@@ -82,17 +82,17 @@ def test_the_line_of_tiles_is_split_work(lengths, programs, share):
     slots, starts = [*range(7, 7 + len(sums))], [10] * len(sums)
     unread = [0] * len(sums)
     table = np.array([slots, starts, unread, unread, unread, sums, sums])
-    told = split_work(table, programs, windowed=False).tolist()
-    assert split_work(table, programs, windowed=True).tolist() == told * 2
+    work = split_work(table, programs, windowed=False).tolist()
+    assert split_work(table, programs, windowed=True).tolist() == work * 2
     ends = [0]
-    for row, row_last, last, own_share, begin, end, slot, tokens in batched(told, WORK_SPLIT):
+    for row, row_last, last, own_share, begin, end, slot, tokens in batched(work, WORK_SPLIT):
         assert own_share == share
         if row_last < row:
             continue
         assert begin <= ends[-1] < end == sums[row] and sums[row_last] >= last
         assert (slot, tokens) == (7 + row, 11)
         ends.append(last)
-    assert ends[-1] == sums[-1] and len(told) == WORK_SPLIT * programs
+    assert ends[-1] == sums[-1] and len(work) == WORK_SPLIT * programs
 
 
 def batched(values, size):

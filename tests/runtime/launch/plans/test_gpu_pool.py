@@ -116,9 +116,9 @@ def test_a_copy_for_drafts_takes_its_room_from_the_pool():
     stages = (stage.model_copy(update={"memory": memory}),)
     plan = pool.plan.model_copy(update={"stages": stages, "pool": stated})
     for mode, fewer in ((None, False), ("ngram", False), ("kv4", True)):
-        told = replace(pool.options, speculate=mode, gamma=mode and 2)
-        made, told = complete_plan(plan, pool.spec, told)
-        own = replace(pool, plan=made, options=told)
+        options = replace(pool.options, speculate=mode, gamma=mode and 2)
+        made, options = complete_plan(plan, pool.spec, options)
+        own = replace(pool, plan=made, options=options)
         assert (own.size.num_blocks < stated.num_blocks) == fewer
         assert own.size.num_blocks == made.pool.num_blocks
         if mode == "kv4":
@@ -138,8 +138,8 @@ def test_hosts_keep_preempted_requests_where_copying_is_quicker_than_computing()
     def kept(change=None, **settings):
         stages = (stage.model_copy(update={"kind": "H200", **(change or {})}),)
         plan = pool.plan.model_copy(update={"stages": stages})
-        told = replace(pool.options, **settings)
-        return replace(pool, plan=plan, options=told).limits.host_blocks
+        options = replace(pool.options, **settings)
+        return replace(pool, plan=plan, options=options).limits.host_blocks
 
     assert kept() == 4 * 3, "an H200's host copies 16 MiB sooner"
     assert kept({"prefill_s": 1e-4}) == 0 < kept({"prefill_s": 1.0})

@@ -26,7 +26,7 @@ def limits_of(times, *, gpu=False, estimated=False, prompt_len=200, chunk=512, *
         stage.model_copy(update={"prefill_s": prefill_s, "decode_s": decode_s, **card})
         for stage, (prefill_s, decode_s) in zip(plan.stages, times, strict=True)
     )
-    told = Predicted(
+    predicted = Predicted(
         total_s=1.0,
         prefill_s=1.0,
         decode_s=1.0,
@@ -35,7 +35,7 @@ def limits_of(times, *, gpu=False, estimated=False, prompt_len=200, chunk=512, *
         bottleneck=stages[0].device,
         estimated=estimated,
     )
-    plan = plan.model_copy(update={"stages": stages, "predicted": told})
+    plan = plan.model_copy(update={"stages": stages, "predicted": predicted})
     return PoolPlan(plan, SPEC, EngineOptions(**settings)).limits
 
 
@@ -59,8 +59,8 @@ def test_a_job_runs_the_chunks_that_its_plan_states():
         assert (limits.step_tokens, limits.row_tokens) == (tokens, of_one)
         live = PoolPlan(plan, SPEC, replace(settings, offline=False)).limits
         assert live.step_tokens == live.row_tokens == CHUNK_TOKENS  # times are not known
-    told = replace(settings, max_num_batched_tokens=300)
-    limits = PoolPlan(manual_plan(SPEC, work), SPEC, told).limits
+    own = replace(settings, max_num_batched_tokens=300)
+    limits = PoolPlan(manual_plan(SPEC, work), SPEC, own).limits
     assert (limits.step_tokens, limits.row_tokens) == (300, 300)
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cpu
 
 
 class Stage:
-    """A stage that answers with what it is told, or not at all."""
+    """A stage that answers with what it is given, or not at all."""
 
     def __init__(self, *signs: list[float] | None, silent: bool = False) -> None:
         self._signs, self._silent, self.asked = list(signs), silent, 0
@@ -78,15 +78,15 @@ def test_a_stage_that_does_not_answer_stands_still(monkeypatch):
 
 
 def test_what_is_loaded_is_told_where_a_bar_shows_it(monkeypatch):
-    now, told = [0.0], []
+    now, heard = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stages = [Stage(*([float(i), 0.0, float(min(i, 4))] for i in range(9))) for _ in range(2)]
-    watch = LoadWatch(stages, 5.0, [4, 6], on_load=lambda *news: told.append(news))
+    watch = LoadWatch(stages, 5.0, [4, 6], on_load=lambda *news: heard.append(news))
     for now[0] in range(1, 9):
         watch.still([0, 1] if now[0] < 6 else [1])
-    assert told[0] == (0, 10, "stage 0: 0 of 4 layers, stage 1: 0 of 6 layers")
-    assert told[-1] == (8, 10, "stage 1: 4 of 6 layers"), "one that is loaded has all of its own"
-    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert heard[0] == (0, 10, "stage 0: 0 of 4 layers, stage 1: 0 of 6 layers")
+    assert heard[-1] == (8, 10, "stage 1: 4 of 6 layers"), "one that is loaded has all of its own"
+    assert [done for done, _, _ in heard] == sorted(done for done, _, _ in heard)
 
 
 def test_signs_grow_with_work_of_this_thread_and_of_compilers():

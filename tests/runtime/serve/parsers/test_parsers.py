@@ -72,11 +72,11 @@ def deepseek(*calls):
     def mark(words):
         return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
-    told = "".join(
+    marked = "".join(
         mark("tool call begin") + call.replace("%s", mark("tool sep")) + mark("tool call end")
         for call in calls
     )
-    return mark("tool calls begin") + told + mark("tool calls end")
+    return mark("tool calls begin") + marked + mark("tool calls end")
 
 
 def channel(name, text, end="<|end|>", to=""):

@@ -104,8 +104,8 @@ def test_a_stream_whose_replica_dies_ends_with_an_error():
 
 def test_what_a_replica_counts_is_for_the_log_not_for_the_client():
     counts = [{"completion_tokens": count, "first_token_s": 0.5} for count in (1, 2)]
-    told = [{"type": TALLIED, "tally": one} for one in counts]
-    said = ([], [told[0], STREAM, part(b"a", True)], [told[1], part(b"", False)])
+    tallies = [{"type": TALLIED, "tally": one} for one in counts]
+    said = ([], [tallies[0], STREAM, part(b"a", True)], [tallies[1], part(b"", False)])
     tally: dict = {}
     given = TALLY.set(tally)
     try:
