@@ -39,18 +39,16 @@ from lib.rows import RESULTS, commit, write_row
 from llmpq.costs.cost_model import CostModel
 from llmpq.errors import DoesNotFitError
 from llmpq.models.model_spec import builtin_configs
-from llmpq.planner.baselines.uniform import by_precision
+from llmpq.planner.baselines.water_filling import water_filled
 from llmpq.planner.cli.show_plan import best_answer, read_job
 from llmpq.planner.cli.show_traffic import traffic_job
 from llmpq.planner.costs.aiconfigurator import SystemTables, read_tables
-from llmpq.planner.evaluate.fits import fits, spare_bytes
 from llmpq.planner.evaluate.objective import job_time
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.named_inputs import read_model
-from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
-from llmpq.planner.solving.answer import answer, checked_plan
+from llmpq.planner.solving.answer import answer
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import variants_with_room
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
@@ -217,55 +215,6 @@ def model_of(model: str, job: str, folder: Path) -> str:
     return str(path)
 
 
-def water_filled(p: Problem, options: SolveOptions) -> tuple[Problem, Assignment] | None:
-    """Return layers in proportion to all cards' rates, moved only for want of room; the fastest."""
-    found: list[tuple[float, Problem, Assignment]] = []
-    for own in variants_with_room(p, options):
-        order = [c for c, cls in enumerate(own.classes) for _ in cls.devices]
-        specs = [own.classes[c].first.spec for c in order]
-        for rates in ([s.mem_gbps for s in specs], [s.fp16_tflops for s in specs]):
-            for b in by_precision(own, options.budget):
-                for eta, xi in own.pairs:
-                    a = _moved_for_room(own, _in_proportion(own, order, rates, b, eta, xi))
-                    if a is not None:
-                        found.append((job_time(own, a).total_s, own, a))
-    return None if not found else min(found, key=lambda one: one[0])[1:]
-
-
-def _in_proportion(
-    p: Problem, order: Sequence[int], rates: Sequence[float], b: int, eta: int, xi: int
-) -> Assignment:
-    ends = [round(p.num_layers * sum(rates[:j]) / sum(rates)) for j in range(len(order) + 1)]
-    return _cut(order, p.nearest_cuts(ends), b, eta, xi)
-
-
-def _cut(order: Sequence[int], ends: Sequence[int], b: int, eta: int, xi: int) -> Assignment:
-    stages = tuple(
-        Stage(cls=c, start=low, end=high, choices=(b,) * (high - low))
-        for c, low, high in zip(order, ends, ends[1:], strict=False)
-        if high > low
-    )
-    return Assignment(prefill_microbatch=eta, decode_microbatch=xi, stages=stages)
-
-
-def _moved_for_room(p: Problem, a: Assignment) -> Assignment | None:
-    """Move layers, one by one, from the stage that lacks most to the one with most room."""
-    b = a.stages[0].choices[0]
-    for _ in range(4 * p.num_layers):
-        if fits(p, a):
-            return a
-        spare = [spare_bytes(p, a, k) for k in range(len(a.stages))]
-        worst, best = spare.index(min(spare)), spare.index(max(spare))
-        if spare[worst] >= 0 or spare[best] <= 0:
-            return None
-        sizes = [stage.end - stage.start for stage in a.stages]
-        sizes[worst], sizes[best] = sizes[worst] - 1, sizes[best] + 1
-        ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
-        order = [stage.cls for stage in a.stages]
-        a = _cut(order, p.nearest_cuts(ends), b, a.prefill_microbatch, a.decode_microbatch)
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Compared:
     """What the answer gives, what the simple ways give, and what it took to find."""
@@ -299,9 +248,9 @@ def of_batch(case: MixedCase) -> Compared:
     elif best.problem.max_stages > 1:
         times |= pipeline_time(p.with_changes(max_devices=1), options, "card")
     times |= pipeline_time(p, options, "pipeline")
-    filled = water_filled(p, options)
+    filled = water_filled(variants_with_room(p, options), options.budget)
     if filled is not None:
-        times["water-filling"] = job_time(*filled).total_s
+        times["water-filling"] = job_time(filled[0], filled[1].assignment).total_s
     return Compared(
         ours=tokens / own_s,
         others={name: tokens / one_s for name, one_s in times.items()},
@@ -321,7 +270,7 @@ def pipeline_time(p: Problem, options: SolveOptions, name: str) -> dict[str, flo
 
 
 def of_trace(case: MixedCase) -> Compared:
-    """Plan for a trace; speeds are requests/s within the limits, each engine's by itself."""
+    """Plan for a trace; speeds are requests/s within the limits, of all engines together."""
     start, used = time.perf_counter(), cpu_seconds()
     job, traffic, objective = traffic_job(case.request)
     try:
@@ -332,22 +281,22 @@ def of_trace(case: MixedCase) -> Compared:
         engines = ()
     seconds, cpu_s = time.perf_counter() - start, cpu_seconds() - used
     simple = SimpleRates(job.problem, job.options, traffic)
-    ours = sum(simple.rate(one) for one in engines)
-    each = {cls.first.name: (cls.count, simple.of([cls.first.name])) for cls in job.problem.classes}
+    cards = [[cls.first.name] for cls in job.problem.classes]
     others = {
-        "card": max(rate for _, rate in each.values()),
-        "each": sum(count * rate for count, rate in each.values()),
-        "pipeline": simple.of([device.name for device in job.problem.cluster.devices]),
+        "card": max(simple.of(card)[1] for card in cards),
+        "each": simple.of_each([(cls.first.name, cls.count) for cls in job.problem.classes]),
+        "pipeline": simple.of([device.name for device in job.problem.cluster.devices])[1],
         "water-filling": simple.water_filled(),
         "even TP": simple.shared(case.request),
     }
+    ours = simple.together(engines)
     others = {name: rate for name, rate in others.items() if rate > 0}
     return Compared(ours=ours, others=others, seconds=seconds, cpu_s=cpu_s, engines=len(engines))
 
 
 @dataclass(frozen=True)
 class SimpleRates:
-    """Rates of single engines, by the simulator."""
+    """Rates of engines, by the simulator."""
 
     problem: Problem
     options: SolveOptions
@@ -360,9 +309,9 @@ class SimpleRates:
         lengths = MeanLengths.of(self.traffic)
         return EnginePlanner(self.problem, self.options, None, lengths, self.traffic.limits)
 
-    def of(self, names: Sequence[str]) -> float:
-        """Return the rate of one engine: of each step's best plan by its steady state, the best."""
-        best = 0.0
+    def of(self, names: Sequence[str]) -> tuple[EnginePlan | None, float]:
+        """Return one engine and its rate: the best of each step's best by its steady state."""
+        best, most = None, 0.0
         for tokens in STEP_TOKENS:
             tried = (
                 self.planner.plan(names, requests, tokens, solved_for=STEP_TOKENS[0])
@@ -371,8 +320,9 @@ class SimpleRates:
             found = [one for one in tried if one is not None]
             if found:
                 engine = max(found, key=lambda one: one.steady.rate_per_s)
-                best = max(best, self.rate(engine, best))
-        return best
+                rate = self.rate(engine, most)
+                best, most = (engine, rate) if rate > most else (best, most)
+        return best, most
 
     def rate(self, engine: EnginePlan, above: float = 0.0) -> float:
         """Return the highest rate of an engine by simulation; once of engines that are alike.
@@ -393,23 +343,34 @@ class SimpleRates:
             self._known[key] = found
         return found
 
+    def together(self, engines: Sequence[EnginePlan]) -> float:
+        """Return the highest rate of engines to which requests are routed."""
+        rates = [self.rate(one) for one in engines]
+        if len(engines) < 2:
+            return sum(rates)
+        models = [one.model for one in engines]
+        every, limits, total = self.traffic.arrivals, self.traffic.limits, sum(rates)
+        return highest_rate(
+            models, every, limits, guess_per_s=total or None, is_near=total > 0
+        ).rate_per_s
+
+    def of_each(self, cards: Sequence[tuple[str, int]]) -> float:
+        """Return the rate of an engine on every card; or on those of the fastest classes alone."""
+        found = [(*self.of([name]), count) for name, count in cards]
+        found.sort(key=lambda one: -one[1])
+        engines, best = list[EnginePlan](), 0.0
+        for engine, rate, count in found:
+            if engine is not None and rate > 0:
+                engines += [engine] * count
+                best = max(best, self.together(engines))
+        return best
+
     def water_filled(self) -> float:
         """Return the rate of water-filling with the steps and requests that suit it best."""
-        names, found = [device.name for device in self.problem.cluster.devices], list[EnginePlan]()
-        for requests in REQUESTS_AT_ONCE:
-            filled = water_filled(
-                self.planner.job(names, requests, STEP_TOKENS[0]), replace(self.options, kvs=())
-            )
-            if filled is None:
-                continue
-            outcome = Outcome(
-                method="uniform", status="baseline", assignment=filled[1], value=0.0, bound=None,
-                seconds=0.0,
-            )  # fmt: skip
-            own = checked_plan(filled[0].with_changes(theta=0.0), outcome, None)
-            engine = self.planner.engine_of(own, STEP_TOKENS[0])
-            found += [] if engine is None else [engine]
-        return self.rate(max(found, key=lambda one: one.steady.rate_per_s)) if found else 0.0
+        plans = (self.planner.filled(requests, STEP_TOKENS[0]) for requests in REQUESTS_AT_ONCE)
+        found = [self.planner.engine_of(one, STEP_TOKENS[0]) for one in plans if one is not None]
+        able = [one for one in found if one is not None]
+        return self.rate(max(able, key=lambda one: one.steady.rate_per_s)) if able else 0.0
 
     def shared(self, request: PlanRequest) -> float:
         """Return the rate of even tensor parallel over all cards of the one node."""
@@ -428,7 +389,7 @@ class SimpleRates:
         except (ValueError, DoesNotFitError):
             return 0.0
         names = [device.name for device in p.cluster.devices]
-        return SimpleRates(p, self.options, self.traffic).of(names) if len(names) == 1 else 0.0
+        return SimpleRates(p, self.options, self.traffic).of(names)[1] if len(names) == 1 else 0.0
 
 
 def cpu_seconds() -> float:

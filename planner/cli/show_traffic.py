@@ -32,7 +32,6 @@ from llmpq.planner.traffic.engine_plans import EnginePlan
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.steady_state import MeanLengths
 from llmpq.planner.traffic.traffic_search import (
-    COMPARED,
     TrafficAnswer,
     TrafficObjective,
     Valued,
@@ -171,11 +170,7 @@ def traffic_lines(
             f"{rate:.3g} requests/s are not kept: {best.served.attained:.1%} of the "
             f"requests are within the limits, not {ATTAINMENT:.0%}"
         )
-    if objective == "rate":
-        lines.append("engines by themselves, their rates added, for comparison:")
-    elif rows > COMPARED:
-        lines.append(f"by the first {COMPARED} requests alone, for comparison:")
-    lines.append(f"this plan: {_gives(found.compared, objective)}")
+    lines.append(f"this plan: {_gives(best, objective)}")
     quick = found.quickest
     if quick.loss > best.loss and objective == "rate":
         lines.append(

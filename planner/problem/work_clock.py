@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -22,9 +22,12 @@ LATE_S = 1e9
 class WorkClock:
     """Seconds of work so far."""
 
-    def __init__(self, ends_at: float = math.inf) -> None:
-        """`ends_at`: of `time.perf_counter`."""
+    def __init__(
+        self, ends_at: float = math.inf, time_s: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`ends_at`: of `time_s`."""
         self.ends_at = ends_at
+        self._time_s = time_s
         self.spent_s = 0.0
         self.cut = False
         """Whether a search read the clock behind `ends_at`."""
@@ -32,7 +35,7 @@ class WorkClock:
     def read(self) -> float:
         """Return the seconds so far; a reading is a call itself."""
         self.spent_s += CALL_S
-        if time.perf_counter() > self.ends_at:
+        if self._time_s() > self.ends_at:
             self.cut = True
             self.spent_s += LATE_S
         return self.spent_s
@@ -59,9 +62,11 @@ _CLOCK: ContextVar[WorkClock] = ContextVar("clock of the search")
 
 
 @contextmanager
-def counting(ends_at: float = math.inf) -> Iterator[WorkClock]:
-    """Give the searches inside a clock of their own."""
-    token = _CLOCK.set(WorkClock(ends_at))
+def counting(
+    ends_at: float = math.inf, time_s: Callable[[], float] = time.perf_counter
+) -> Iterator[WorkClock]:
+    """Give the searches inside a clock of their own, which is cut at `ends_at` of `time_s`."""
+    token = _CLOCK.set(WorkClock(ends_at, time_s))
     try:
         yield _CLOCK.get()
     finally:

@@ -14,15 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from llmpq.errors import DoesNotFitError
+from llmpq.planner.baselines.water_filling import water_filled
 from llmpq.planner.evaluate.engine_simulation import EngineModel
 from llmpq.planner.front.preference import WEIGHTS, look_around
-from llmpq.planner.problem.outcome import Unfinished
+from llmpq.planner.problem.outcome import Outcome, Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.answer import checked_plan
 from llmpq.planner.solving.count_vectors import Place
 from llmpq.planner.solving.device_groups import on_places
 from llmpq.planner.solving.methods import SolveOptions
-from llmpq.planner.solving.plan_search import best_plan
+from llmpq.planner.solving.plan_search import best_plan, variants_with_room
 from llmpq.planner.traffic.steady_state import MeanLengths, SteadyState, best_state
 from llmpq.plans.plan import ClusterRef, Plan
 from llmpq.service_measures import ServiceLimits
@@ -180,12 +181,23 @@ class EnginePlanner:
         )
         try:
             solved = best_plan(job, options)
-            valued = solved.problem
-            if options.budget is not None:
-                valued = valued.with_changes(theta=0.0)
-            return checked_plan(valued, solved.outcome, self.path, options.prefer)
+            return self._checked(solved.problem, solved.outcome)
         except (DoesNotFitError, Unfinished):
             return None
+
+    def _checked(self, job: Problem, outcome: Outcome) -> Plan:
+        valued = job if self.options.budget is None else job.with_changes(theta=0.0)
+        return checked_plan(valued, outcome, self.path, self.options.prefer)
+
+    def filled(self, requests: int, step_tokens: int) -> Plan | None:
+        """Return the pipeline over all devices with layers in proportion to their rates.
+
+        For so many requests at once; None where it has no room.
+        """
+        names = [device.name for device in self.problem.cluster.devices]
+        job = self.job(names, requests, step_tokens)
+        found = water_filled(variants_with_room(job, self.options), self.options.budget)
+        return None if found is None else self._checked(*found)
 
     def engine_of(self, plan: Plan, step_tokens: int) -> EnginePlan | None:
         """Return what an engine of this plan keeps up; None where nothing within the limits."""

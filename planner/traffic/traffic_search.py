@@ -1,10 +1,12 @@
 """The best plan for live traffic: engines valued by their steady state, then by the simulator.
 
-The simplest ways (a card, one pipeline, even tensor parallel, equal replicas) are planned and
-simulated first: the best of them is what all others must beat. In the time that is left every group
-of devices is planned for several numbers of requests at once; rates of disjoint groups are summed
-by a dynamic program over counts of devices, and those of the best sums are simulated, in steps of
-several numbers of tokens; the simulator decides.
+The simplest ways (a card, one pipeline, also with layers in proportion to cards' rates, even tensor
+parallel, equal replicas) are planned and simulated first: the best of them is what all others must
+beat. In the time that is left every group of devices is planned for several numbers of requests at
+once; rates of disjoint groups are summed by a dynamic program over counts of devices, and those of
+the best sums are simulated, in steps of several numbers of tokens. Single engines' rates say which
+engines are worth a simulation together; that simulation, of all engines of a way under all requests
+of the traffic, decides, and its rates are those that are shown.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -24,7 +27,7 @@ from llmpq.planner.solving.count_vectors import CountVectors, Vector
 from llmpq.planner.solving.device_groups import is_even, with_groups
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.topology_search import equal_shares
-from llmpq.planner.traffic.choose import best_under_all, best_variant, is_far_below
+from llmpq.planner.traffic.choose import best_variant, is_far_below
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic
 from llmpq.planner.traffic.rates import (
@@ -48,10 +51,8 @@ STEP_TOKENS = (512, 256, 1024, 2048, 128)
 DEARER, MOST_BOUGHT = (3.0, 10.0, 30.0, 100.0, 1000.0), 3
 """Times what quality is worth by the preference, tried in this order where a rate is kept; and the
 topologies of which they are tried."""
-COMPARED = 64
-"""Requests by which plans are compared; the best is simulated under all."""
 OF_A_RATE = 200
-"""Requests by which the rates of engines by themselves are found."""
+"""Requests by which it is found which engines are worth a simulation under all."""
 HOPE = 1.25
 """Times the largest share of a steady rate that is kept by simulation, that others may keep."""
 MOST_JOINED = 8
@@ -110,9 +111,6 @@ class TrafficAnswer:
     """The best plan for a traffic, and the simple ways beside it."""
 
     best: Valued
-    """As it serves the whole traffic."""
-    compared: Valued
-    """The same as it serves the requests by which it was compared with those beside it."""
     quickest: Valued
     """The one of the highest rate of those compared."""
     plan: Plan | Topology
@@ -143,6 +141,8 @@ class _Search:
     rates: dict[tuple[object, ...], RateFound] = field(default_factory=dict)
     not_above: dict[tuple[object, ...], float] = field(default_factory=dict)
     """Rates above which no rate of an engine lasts."""
+    filled: list[EnginePlan] = field(default_factory=list)
+    """Pipelines with layers in proportion to cards' rates, in steps of several tokens."""
     alone: dict[Vector, EnginePlan] = field(default_factory=dict)
     """Engines as they serve best by themselves, of those that were simulated so."""
     in_best_steps: set[Vector] = field(default_factory=set)
@@ -153,19 +153,10 @@ class _Search:
     """Whether the time was too short for a simulation."""
     deadline_s: float = math.inf
     """When what is done now is to end, of the clock of searches."""
-    planning_ends_at: float = math.inf
-    """Time of `time.perf_counter` at which engines are planned no more: where the machine is slow,
-    the user's limit would be over before any was simulated."""
 
     def allow(self, share: float) -> None:
         """Give what is done next a share of the time left."""
         self.deadline_s = now_s() + share * max(0.0, self.end_s - now_s())
-
-    def allow_planning(self) -> None:
-        """Give planning its share of the time left, by both clocks."""
-        self.allow(SOLVING_SHARE)
-        now = time.perf_counter()
-        self.planning_ends_at = now + (self.planner.options.ends_at - now) * SOLVING_SHARE
 
     def left_s(self) -> float:
         return self.deadline_s - now_s()
@@ -173,7 +164,7 @@ class _Search:
     @property
     def planned_enough(self) -> bool:
         """Whether no more engines are planned, for the time that this takes."""
-        return self.left_s() < 0 or time.perf_counter() > self.planning_ends_at
+        return self.left_s() < 0
 
     def engine(self, v: Vector, requests: int, step_tokens: int) -> EnginePlan | None:
         """Return the plan of an engine of alike devices, solved once."""
@@ -270,6 +261,28 @@ class _Search:
             self.kept = max(kept, self.kept or 0.0) or None
         return self.rates[key]
 
+    def together(self, engines: Sequence[EnginePlan]) -> RateFound:
+        """Return the highest rate of engines together, under all requests.
+
+        `TimeoutError` where the time is over before one is found.
+        """
+        by_themselves = [one for engine in engines if (one := self.rate(engine)) is not None]
+        every, limits = self.traffic.arrivals, self.traffic.limits
+        if len(engines) == 1 and len(every) <= self.few(engines[0]):
+            return by_themselves[0]
+        key = tuple(sorted(map(str, map(alike, engines))))
+        if key not in self.rates:
+            total = sum(one.rate_per_s for one in by_themselves)
+            self.rates[key] = highest_rate(
+                [one.model for one in engines],
+                every,
+                limits,
+                guess_per_s=total or None,
+                is_near=total > 0,
+                deadline_s=self.deadline_s,
+            )
+        return self.rates[key]
+
     def own(self, v: Vector, used: list[int], like: EnginePlan) -> EnginePlan | None:
         """Return the plan of an engine on the next devices that are not used."""
         places = self.vectors.places(v, used)
@@ -323,8 +336,13 @@ def search_traffic(
     traffic: NamedTraffic,
     objective: TrafficObjective,
 ) -> TrafficAnswer:
-    """Return the best plan for a traffic; `DoesNotFitError` where no engine fits or is in time."""
-    with counting(options.ends_at):
+    """Return the best plan for a traffic; `DoesNotFitError` where no engine fits or is in time.
+
+    The limit is of work; where the machine is so slow that the user's limit is over before, it is
+    of CPU time, not of the time of day: the same command has the same answer beside another load.
+    """
+    with counting(time.thread_time() + options.asked_s, time.thread_time):
+        options = replace(options, ends_at=math.inf)
         return _searched(problem, options, path, traffic, objective)
 
 
@@ -347,51 +365,42 @@ def _searched(
         traffic=traffic,
         objective=objective,
     )
-    search.allow_planning()
+    search.allow(SOLVING_SHARE)
     in_time = _plan_simple(search)
     simple = _simple(search)
     found = _all_valued(search, simple)
-    search.allow_planning()
+    search.allow(SOLVING_SHARE)
     complete, left_out = _plan_all(search)
     chosen = _chosen(search)
-    if not chosen:
+    if not (chosen or any(found.values())):
         raise DoesNotFitError(_nothing(traffic, complete))
-    if objective == "rate" and not any(one and search.worth(one)[0] for one in found.values()):
+    kept = any(one and search.worth(one)[0] for one in found.values())
+    if chosen and objective == "rate" and not kept:
         search.allow(0.5)
         found |= _all_valued(search, {"best": _best_sum(search) or chosen})
-    else:
+    elif chosen:
         names = {f"few {n}": few for n, few in _others(search, chosen).items()}
         found |= _all_valued(search, {"best": chosen, **names})
     search.deadline_s = search.end_s
     valued = [one for one in found.values() if one is not None]
     simulated = bool(valued)
     valued = valued or [_unsimulated(search, chosen)]
-    quickest = max(valued, key=lambda one: (search.worth(one), -len(one.engines)))
-    bought: list[Valued] = []
+    best = quickest = _best(search, valued)
     if math.isfinite(search.enough):
         quickest = max(valued, key=lambda one: one.rate.rate_per_s)
         best_ways = sorted(valued, key=search.worth, reverse=True)[:MOST_BOUGHT]
         bought = [new for one in best_ways for new in _bought_back(search, one)]
-    if simulated:
-        compared, best = best_under_all(
-            sorted(
-                [*valued, *bought],
-                key=lambda one: (search.worth(one), -len(one.engines)),
-                reverse=True,
-            ),
-            lambda one: _under_all(search, one),
-            search.worth,
-            lambda: search.left_s() >= 0,
-        )
-    else:
-        best, compared = _at_given_rate(search, quickest), quickest
+        best = _best(search, [best, *bought])
+    if traffic.rate_per_s is not None and best.at_own_rate is None:
+        models = [one.model for one in best.engines]
+        own = measured_at(models, traffic.arrivals, traffic.limits)
+        best = replace(best, at_own_rate=own)
     return TrafficAnswer(
         best=best,
-        compared=compared,
         quickest=quickest,
         plan=_plan_file(best, traffic, objective, simulated=simulated),
         beside={
-            name: compared if not simulated and v == chosen else found[name]
+            name: best if not simulated and v == chosen else found[name]
             for name, v in simple.items()
         },
         tried=len(search.known),
@@ -408,16 +417,68 @@ def _all_valued(search: _Search, ways: Mapping[str, Sequence[Vector]]) -> dict[s
     for name, vectors in ways.items():
         search.allow(0.5)
         try:
-            for v in vectors if search.objective == "rate" else ():
-                _by_itself(search, v)
+            found[name] = _valued(search, name, vectors)
+        except TimeoutError:
+            found[name], search.late = None, True
+    return found
+
+
+def _valued(search: _Search, name: str, vectors: Sequence[Vector]) -> Valued | None:
+    """Simulate a way to serve; `TimeoutError` where the time is over before."""
+    one: Valued | None = None
+    if all(map(search.best_of, vectors)):
+        if search.objective == "rate":
+            one = _most_together(search, name, vectors)
+        else:
             engines = search.engines(vectors)
             one = None if engines is None else _simulated(search, name, engines)
-        except TimeoutError:
-            one, search.late = None, True
         if one is not None:
             one = _for_best_requests(search, one, vectors)
-        found[name] = one
-    return found
+    return _or_filled(search, name, one) if name == "pipeline" else one
+
+
+def _most_together(search: _Search, name: str, vectors: Sequence[Vector]) -> Valued | None:
+    """Simulate engines together, and without the slowest ones where the rest may do better.
+
+    An engine that hardly keeps the limits has requests that others would serve in time.
+    """
+    rates = {v: _by_itself(search, v) for v in vectors}
+    left = [v for v in vectors if rates[v] > 0] or list(vectors)
+    best: Valued | None = None
+    while left and (best is None or sum(rates[v] for v in left) > best.rate.rate_per_s):
+        engines = search.engines(left)
+        try:
+            one = None if engines is None else _simulated(search, name, engines)
+        except TimeoutError:
+            if best is None:
+                raise
+            search.late = True
+            break
+        best = best if one is None else one if best is None else _best(search, [best, one])
+        slowest = min(rates[v] for v in left)
+        left = [v for v in left if rates[v] > slowest]
+    return best
+
+
+def _or_filled(search: _Search, name: str, one: Valued | None) -> Valued | None:
+    """Return a pipeline, or one with layers in proportion to cards' rates, whichever is better."""
+
+    def simulated(engine: EnginePlan, best: Valued | None) -> Valued | None:
+        if search.left_s() < 0:
+            return None
+        if best is not None and search.objective == "rate" and not search.worth(best)[0]:
+            dearer = math.exp(search.planner.price * (engine.loss - best.loss))
+            if search.rate(engine, best.rate.rate_per_s * dearer) is None:
+                return None
+        return _simulated(search, name, (engine,))
+
+    worth = lambda one: (False, -math.inf) if one is None else search.worth(one)  # noqa: E731
+    return best_variant(one, search.filled, simulated, worth)
+
+
+def _best(search: _Search, valued: Sequence[Valued]) -> Valued:
+    """Return what serves best; of equal ones that of the fewest engines."""
+    return max(valued, key=lambda one: (search.worth(one), -len(one.engines)))
 
 
 def _by_itself(search: _Search, v: Vector, above_per_s: float = 0.0) -> float:
@@ -539,11 +600,11 @@ def _for_best_requests(search: _Search, one: Valued, vectors: Sequence[Vector]) 
 
 
 def _unsimulated(search: _Search, chosen: Sequence[Vector]) -> Valued:
-    """Return the best engines by their steady state; how few requests are served at that rate."""
+    """Return the best engines by their steady state; how requests are served at that rate."""
     engines = search.engines(chosen)
     assert engines is not None, "they were planned"
-    rate, few = sum(one.steady.rate_per_s for one in engines), search.traffic.arrivals[:COMPARED]
-    served = measured_at([one.model for one in engines], few, search.traffic.limits, rate)
+    rate, every = sum(one.steady.rate_per_s for one in engines), search.traffic.arrivals
+    served = measured_at([one.model for one in engines], every, search.traffic.limits, rate)
     return Valued(
         name="best", engines=engines, rate=RateFound(rate_per_s=rate, measure=lambda: served)
     )
@@ -716,12 +777,32 @@ def _plan_simple(search: _Search) -> bool:
             if search.planned_enough and search.known:
                 return False
             search.engine(v, requests, STEP_TOKENS[0])
+    if sum(search.vectors.counts) > 1:
+        search.filled = _filled(search.planner)
     for v in engines:
         for step_tokens in STEP_TOKENS[1:]:
             if search.planned_enough:
                 return False
             search.in_steps(v, step_tokens)
     return True
+
+
+def _filled(planner: EnginePlanner) -> list[EnginePlan]:
+    """Return pipelines with layers in proportion to cards' rates: of each step's the best.
+
+    By their steady states, for any number of requests at once.
+    """
+    plans = [planner.filled(requests, STEP_TOKENS[0]) for requests in REQUESTS_AT_ONCE]
+    names = tuple(device.name for device in planner.problem.cluster.devices)
+    found = []
+    for step_tokens in STEP_TOKENS:
+        own = []
+        for plan in filter(None, plans):
+            with suppress(DoesNotFitError):  # longer steps than it was made for
+                own.append(planner.engine_of(plan, step_tokens))
+        best = max(filter(None, own), key=planner.worth, default=None)
+        found += [] if best is None else [replace(best, places=names)]
+    return found
 
 
 def _simple(search: _Search) -> dict[str, list[Vector]]:
@@ -739,7 +820,8 @@ def _simple(search: _Search) -> dict[str, list[Vector]]:
     }
     names = [name for name, ways in able.items() if ways]
     names.sort(key=lambda name: -_steady_rate(search, able[name][0]))
-    return {name: _best_way(search, able[name]) for name in names}
+    found = {name: _best_way(search, able[name]) for name in names}
+    return found | ({"pipeline": [search.vectors.whole]} if search.filled else {})
 
 
 def _steady_rate(search: _Search, way: Sequence[Vector]) -> float:
@@ -779,24 +861,16 @@ def _others(search: _Search, chosen: Sequence[Vector]) -> dict[int, list[Vector]
 
 
 def _simulated(search: _Search, name: str, engines: tuple[EnginePlan, ...]) -> Valued:
-    """Simulate engines: the highest rates of each by itself, added, or what they are wanted for.
-
-    Each by itself: of as many requests, more engines would be idle for longer. `TimeoutError`
-    where the time is over before.
-    """
+    """Simulate engines together, under all requests; `TimeoutError` if the time is over before."""
     traffic, late = search.traffic, search.deadline_s
-    models = [one.model for one in engines]
-    few, limits = traffic.arrivals[:COMPARED], traffic.limits
+    models, every = [one.model for one in engines], traffic.arrivals
     if search.objective == "rate":
-        found = [one for engine in engines if (one := search.rate(engine)) is not None]
-        total = sum(one.rate_per_s for one in found)
-        cut = any(one.cut for one in found)
-        rate = RateFound(rate_per_s=total, measure=found[0].measure, cut=cut)
+        rate = search.together(engines)
     else:
-        rate = highest_rate(models, few, limits, deadline_s=late)
+        rate = highest_rate(models, every, traffic.limits, deadline_s=late)
     own = None
     if search.objective == "latency" or math.isfinite(search.enough):
-        own = measured_at(models, few, limits, deadline_s=late)
+        own = measured_at(models, every, traffic.limits, deadline_s=late)
     return Valued(name=name, engines=engines, rate=rate, at_own_rate=own)
 
 
@@ -830,36 +904,6 @@ def _dearer(search: _Search, engine: EnginePlan, dearer: float) -> EnginePlan | 
             return found
         requests //= 4
     return None
-
-
-def _under_all(search: _Search, best: Valued) -> Valued:
-    """Simulate the chosen engines under the whole traffic."""
-    traffic, models = search.traffic, [one.model for one in best.engines]
-    every, rate = traffic.arrivals, best.rate
-    guess = rate.rate_per_s if search.objective == "rate" else None
-    known = len(models) == 1 and len(every) <= search.few(best.engines[0])
-    own = best.at_own_rate
-    try:
-        if (guess and not known) or (guess is None and len(every) > COMPARED):
-            rate = highest_rate(
-                models, every, traffic.limits, guess_per_s=guess, deadline_s=search.deadline_s
-            )
-    except TimeoutError:
-        search.late = True
-        if len(models) > 1 and traffic.rate_per_s is None:  # that of engines by themselves
-            own = measured_at(models, every[:COMPARED], traffic.limits, guess)
-    if traffic.rate_per_s is not None:
-        own = measured_at(models, every, traffic.limits)
-    return replace(best, rate=rate, at_own_rate=own)
-
-
-def _at_given_rate(search: _Search, best: Valued) -> Valued:
-    """Simulate engines that are known by their steady state at the rate given, if one is."""
-    traffic = search.traffic
-    if traffic.rate_per_s is None:
-        return best
-    models = [one.model for one in best.engines]
-    return replace(best, at_own_rate=measured_at(models, traffic.arrivals, traffic.limits))
 
 
 def _plan_file(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.planner.traffic.choose import best_under_all, best_variant, is_far_below
+from llmpq.planner.traffic.choose import best_variant, is_far_below
 
 pytestmark = pytest.mark.pure
 
@@ -45,39 +45,3 @@ def test_steps_of_other_tokens_are_tried_while_there_is_time(
     found = best_variant(0, rates, simulated, lambda tokens: {0: 1.0, **rates}[tokens])
     assert found == best and asked == tried
     assert given[0] == 0 and all(one in (0, *asked[:n]) for n, one in enumerate(given))
-
-
-@pytest.mark.parametrize(
-    ("by_few", "by_all", "best", "simulated"),
-    [
-        # The first stays as good: what is worth less by the few cannot be shown to be better.
-        ([5, 4, 3], [5, 9, 9], 0, [0]),
-        # All requests lower the first to 3.5: the second, 4 by the few, is simulated and stays 4.
-        ([5, 4, 3], [3.5, 4, 9], 1, [0, 1]),
-        # The second is lowered as well; the third is worth no more than the best by now.
-        ([5, 4, 3], [3.5, 2, 9], 0, [0, 1]),
-        # Everything is lowered: all are simulated, and the third is best.
-        ([5, 4, 3], [1, 2, 2.5], 2, [0, 1, 2]),
-        # As good is not better: the first, simpler one stays.
-        ([5, 5, 4], [4, 4, 4], 0, [0, 1]),
-        ([5], [1], 0, [0]),
-    ],
-)
-def test_ways_are_simulated_under_all_requests_until_no_other_can_be_better(
-    by_few: list[float], by_all: list[float], best: int, simulated: list[int]
-) -> None:
-    asked = []
-
-    def under_all(way: tuple[int, float]) -> tuple[int, float]:
-        asked.append(way[0])
-        return way[0], by_all[way[0]]
-
-    few, found = best_under_all(
-        list(enumerate(by_few)), under_all, lambda way: way[1], lambda: True
-    )
-    assert few == (best, by_few[best]) and found == (best, by_all[best]) and asked == simulated
-
-
-def test_without_time_the_best_by_few_requests_is_taken() -> None:
-    few, best = best_under_all([5.0, 4.0], lambda way: way / 5, lambda way: way, lambda: False)
-    assert (few, best) == (5.0, 1.0)

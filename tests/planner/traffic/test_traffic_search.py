@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,6 +37,9 @@ from llmpq.service_measures import ServiceLimits, ServiceMeasures
 from llmpq.traffic import Arrival, at_rate, poisson_traffic, rate_of, repeated
 
 pytestmark = pytest.mark.pure
+
+
+LIMITED: Any = {"prompt": "64,256", "gen": "16,48", "rate": "max", "ttft": 0.5, "tpot": 0.05}
 
 
 def _model(devices: str, batch: int) -> EngineModel:
@@ -149,16 +153,32 @@ def test_traffic_keeps_the_time_limit_though_no_rate_was_found(
     assert ("requests within TTFT 1 s" in text) == ("--ttft" in words)
 
 
-def test_on_a_slow_machine_fewer_engines_are_planned_and_those_are_simulated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the time of day, the share of the limit for plans is over as soon as there is one."""
-    times = SimpleNamespace(perf_counter=chain([0.0], repeat(1e9)).__next__)
-    monkeypatch.setattr(traffic_search, "time", times)
-    plan = _planned(["--devices", "t4", "--rate", "3"], tmp_path / "plan.json")
-    traffic = plan.plans[0].traffic
-    assert traffic is not None and traffic.highest_rate_per_s is not None
-    assert "1 plan of engines was compared" in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize("limit_s", [0.4, 30.0])
+def test_another_load_changes_no_answer(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is of work: also where the time of day is over, and where work ends the search."""
+    request = PlanRequest(model="opt-1.3b", devices="v100,t4", bits="16", requests=20, **LIMITED)
+    job, traffic, objective = traffic_job(replace(request, time_limit=limit_s))
+
+    def answered() -> tuple[Any, ...]:
+        found = traffic_search.search_traffic(job.problem, job.options, None, traffic, objective)
+        rates = {name: one and one.rate.rate_per_s for name, one in found.beside.items()}
+        engines = [one.plan.stages for one in found.best.engines]
+        return engines, found.best.rate.rate_per_s, rates, found.tried, found.complete
+
+    quiet = answered()
+    now = accumulate(repeat(1e6))
+    monkeypatch.setattr(time, "perf_counter", now.__next__)
+    assert answered() == quiet and quiet[-1] == (limit_s > 1)
+
+
+def test_on_a_slow_machine_the_search_ends_by_its_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, traffic, objective = traffic_job(
+        PlanRequest(model="opt-1.3b", devices="v100,t4", bits="16", requests=20, **LIMITED)
+    )
+    times = chain([0.0], repeat(1e9))
+    monkeypatch.setattr(traffic_search, "time", SimpleNamespace(thread_time=times.__next__))
+    found = traffic_search.search_traffic(job.problem, job.options, None, traffic, objective)
+    assert not found.simulated and not found.complete and found.tried == 1
 
 
 def test_cards_share_stages_of_live_traffic_where_that_is_quickest(tmp_path: Path) -> None:
@@ -298,14 +318,12 @@ def test_cards_that_hold_the_model_are_engines_of_their_own(
 def test_simpler_ways_are_beside_the_plan_in_one_measure(
     words: list[str], unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of more requests than plans are compared by: the plan is best in its own column."""
+    """The plan is best in its own column."""
     _planned(["--devices", "t4,v100", *words, "--requests", "70"], tmp_path / "plan.json")
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    alone = "engines by themselves, their rates added, for comparison:"
-    few = "by the first 64 requests alone, for comparison:"
-    first = lines.index(alone if "max" in words else few)
+    first = next(k for k, line in enumerate(lines) if line.startswith("this plan: "))
     found = {}
-    for line in lines[first + 1 : first + 6]:
+    for line in lines[first : first + 5]:
         name, _, said = line.partition(": ")
         found[name] = None if said == "the same" else float(said.split()[0])
         assert found[name] is None or f" {unit}" in said
@@ -332,8 +350,11 @@ def test_no_simple_way_is_better_than_the_answer(rate: str) -> None:
     lengths = MeanLengths.of(traffic)
     planner = EnginePlanner(job.problem, job.options, None, lengths, traffic.limits)
 
-    def highest(names: list[str]) -> float:
-        kept = [0.0]
+    def rate(models: list[EngineModel], above: float = 0.0) -> float:
+        return highest_rate(models, traffic.arrivals, traffic.limits, above_per_s=above).rate_per_s
+
+    def highest(names: list[str]) -> tuple[float, EngineModel | None]:
+        kept: tuple[float, EngineModel | None] = 0.0, None
         for tokens in traffic_search.STEP_TOKENS:
             plans = (
                 planner.plan(names, requests, tokens, solved_for=traffic_search.STEP_TOKENS[0])
@@ -341,19 +362,24 @@ def test_no_simple_way_is_better_than_the_answer(rate: str) -> None:
             )
             engine = max(filter(None, plans), key=planner.worth, default=None)
             if engine is not None:
-                at = highest_rate(
-                    [engine.model], traffic.arrivals, traffic.limits, above_per_s=max(kept)
-                )
-                kept.append(at.rate_per_s)
-        return max(kept)
+                own = rate([engine.model], kept[0])
+                kept = (own, engine.model) if own > kept[0] else kept
+        return kept
 
     cards = [(cls.count, highest([cls.first.name])) for cls in job.problem.classes]
-    simple = [rate for _, rate in cards] + [sum(count * rate for count, rate in cards)]
-    simple.append(highest([device.name for device in job.problem.cluster.devices]))
-    printed = [one.rate.rate_per_s for one in found.beside.values() if one is not None]
+    simple = [rate for _, (rate, _) in cards]
+    simple.append(rate([model for count, (_, model) in cards for _ in range(count) if model]))
+    simple.append(highest([device.name for device in job.problem.cluster.devices])[0])
+    for requests in traffic_search.REQUESTS_AT_ONCE:
+        plan = planner.filled(requests, 512)
+        filled = None if plan is None else planner.engine_of(plan, 512)
+        simple += [] if filled is None else [rate([filled.model])]
+    printed = {name: one for name, one in found.beside.items() if one is not None}
     assert set(found.beside) == {"card", "pipeline", "shared", "replicas"}
-    assert found.compared.rate.rate_per_s >= max(printed)
-    assert found.compared.rate.rate_per_s >= (1 - rates.RATE_STEP) * max(simple)
+    assert found.best.rate.rate_per_s >= max(simple)
+    for one in (found.best, *printed.values()):  # all by one measure
+        assert one.rate.rate_per_s == rate([engine.model for engine in one.engines])
+        assert found.best.rate.rate_per_s >= one.rate.rate_per_s
 
 
 @pytest.mark.parametrize(
@@ -371,15 +397,18 @@ def test_engines_are_taken_by_what_they_keep_when_simulated(
         measure = lambda: measured_at([engine.model], traffic.arrivals, traffic.limits)  # noqa: E731
         return RateFound(rate_per_s=found, measure=measure) if found > above_per_s else None
 
+    def together(self: Any, every: tuple[EnginePlan, ...]) -> RateFound:
+        known = [found for one in every if (found := rate(self, one)) is not None]
+        return replace(known[0], rate_per_s=sum(one.rate_per_s for one in known))
+
     monkeypatch.setattr(traffic_search._Search, "rate", rate)
-    monkeypatch.setattr(traffic_search, "_under_all", lambda _, one: one)
-    flags = {"prompt": "64,256", "gen": "16,48", "rate": "max", "ttft": 0.5, "tpot": 0.05}
+    monkeypatch.setattr(traffic_search._Search, "together", together)
     job, traffic, objective = traffic_job(
-        PlanRequest(model="opt-1.3b", devices="v100,t4:2", bits="16", requests=30, **flags)
+        PlanRequest(model="opt-1.3b", devices="v100,t4:2", bits="16", requests=30, **LIMITED)
     )
     found = traffic_search.search_traffic(job.problem, job.options, None, traffic, objective)
-    assert len(found.compared.engines) == engines
-    used = [name for engine in found.compared.engines for name in engine.places]
+    assert len(found.best.engines) == engines
+    used = [name for engine in found.best.engines for name in engine.places]
     assert len(used) == len(set(used)) and (engines == 1 or len(used) == 3)
 
 
