@@ -63,6 +63,8 @@ SOLVING_SHARE = 0.4
 """Share of the time left that plans are looked for; then they are simulated."""
 SIMPLE_SHARE = 0.8
 """Share of the time left that the simulation of one simple way may take."""
+WORK_SHARE = 0.75
+"""Seconds of work in a second of the user's limit: some machines take longer for the same work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,7 +363,7 @@ def _searched(
             problem, options, path, lengths, traffic.limits, ends_soon=objective == "latency"
         ),
         vectors=CountVectors(problem if grouped is None else grouped.problem),
-        end_s=now_s() + options.time_limit_s,
+        end_s=now_s() + WORK_SHARE * options.asked_s,
         traffic=traffic,
         objective=objective,
     )
@@ -808,7 +810,8 @@ def _filled(planner: EnginePlanner) -> list[EnginePlan]:
 def _simple(search: _Search) -> dict[str, list[Vector]]:
     """Return the best of each simple way, of those that fit: by their rates where these count.
 
-    First what has most of a steady rate: the time may be short.
+    First what has most of a steady rate: the time may be short. Where rates count, in the steps
+    that are best by a steady state, then in all: if these may make the way the best.
     """
     able = {
         name: sorted(
@@ -820,7 +823,15 @@ def _simple(search: _Search) -> dict[str, list[Vector]]:
     }
     names = [name for name, ways in able.items() if ways]
     names.sort(key=lambda name: -_steady_rate(search, able[name][0]))
-    found = {name: _best_way(search, able[name]) for name in names}
+    found = {name: able[name][0] for name in names}
+    if search.objective == "rate":
+        first = {name: _best_way(search, able[name], _by_itself) for name in names}
+        names.sort(key=lambda name: -first[name][1])
+        least = max(rate for _, rate in first.values()) / STEPS_HOPE if names else 0.0
+        for name in names:
+            found[name], rate = first[name]
+            if rate <= 0 or rate >= least:
+                found[name], _ = _best_way(search, able[name], _in_best_steps)
     return found | ({"pipeline": [search.vectors.whole]} if search.filled else {})
 
 
@@ -828,20 +839,24 @@ def _steady_rate(search: _Search, way: Sequence[Vector]) -> float:
     return sum(one.steady.rate_per_s for v in way if (one := search.best_of(v)))
 
 
-def _best_way(search: _Search, ways: Sequence[list[Vector]]) -> list[Vector]:
-    """Return the way of the highest sum of rates, simulated in all steps; else the first."""
+def _best_way(
+    search: _Search,
+    ways: Sequence[list[Vector]],
+    rate_of: Callable[[_Search, Vector, float], float],
+) -> tuple[list[Vector], float]:
+    """Return the way of the highest sum of single engines' rates, and that; else the first."""
     best, most = ways[0], -1.0
-    for way in ways if search.objective == "rate" else ():
+    for way in ways:
         search.allow(SIMPLE_SHARE)
         enough = max(0.0, most) / len(way) if len(set(way)) == 1 else 0.0
         try:
-            rate = sum(_in_best_steps(search, v, enough) for v in way)
+            rate = sum(rate_of(search, v, enough) for v in way)
         except TimeoutError:
             search.late = True
             continue
         if rate > most:
             best, most = way, rate
-    return best
+    return best, most
 
 
 def _others(search: _Search, chosen: Sequence[Vector]) -> dict[int, list[Vector]]:

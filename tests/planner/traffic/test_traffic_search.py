@@ -243,13 +243,12 @@ def test_a_plan_predicts_what_its_simulation_gives(
 ) -> None:
     """At the rate that was given, also where only the steady state of the engines is known."""
     path = tmp_path / "plan.json"
-    words = ["--devices", "t4:2", "--rate", "12", "--ttft", "1", "--prefer", "speed", *limit]
-    plan = _planned(words, path)
+    given = ["--rate", "12", "--ttft", "0.5", "--tpot", "0.05"]
+    plan = _planned(["--devices", "t4:2", "--prefer", "speed", *given, *limit], path)
     assert plan.plans[0].traffic is not None
     assert isinstance(plan, Topology) or limit
     capsys.readouterr()
-    words = ["simulate", str(path), *TRAFFIC, "--rate", "12", "--ttft", "1", "--json"]
-    assert main(words) == 0
+    assert main(["simulate", str(path), *TRAFFIC, *given, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     predicted = plan.plans[0].traffic.predicted.model_dump(mode="json")
     assert {name: found[name] for name in predicted} == predicted
