@@ -356,7 +356,8 @@ def _how_to_solve(section: Section) -> None:
     section.flag("--gap", also=("--ilp-tolerance",), type=float, default=1e-6, help=gap)
     seconds = (
         "seconds after which every search ends, or inf (60); most end before, when they have done "
-        "half as many seconds of work, so that a plan does not depend on a machine's load"
+        "half as many seconds of work (three quarters for live traffic, whose seconds are of CPU "
+        "time), so that a plan does not depend on a machine's load"
     )
     section.flag("--time-limit", also=("--ilp-time-limit",), type=float, default=60.0, help=seconds)
     section.flag(

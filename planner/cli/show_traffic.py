@@ -14,6 +14,7 @@ from llmpq.planner.cli.report import print_plan, remarks_of
 from llmpq.planner.cli.show_plan import (
     PlanJob,
     check_outputs,
+    num_engines,
     open_console,
     read_job,
     say,
@@ -51,7 +52,6 @@ OF_A_BATCH = {
     "decode_microbatch": None,
     "speculate": None,
     "explain": False,
-    "engines": "auto",
 }
 """Fields that are of a batch job, and what they are where they are not given."""
 
@@ -87,7 +87,10 @@ def show_traffic(request: PlanRequest) -> None:
     job, traffic, objective = traffic_job(request)
     doing = f"planning engines and simulating them under {len(traffic.arrivals)} requests"
     with line_if_long(doing, job.options.asked_s):
-        found = search_traffic(job.problem, job.options, job.path, traffic, objective)
+        exactly = num_engines(request.engines)
+        found = search_traffic(
+            job.problem, job.options, job.path, traffic, objective, exactly=exactly
+        )
     plan = found.plan
     if request.output:
         save_plan(request.output, plan)
@@ -132,6 +135,7 @@ def _check(request: PlanRequest) -> None:
             "live traffic (--trace, --prompt) is planned by --method exact, and not for "
             "--objective paper: leave these out"
         )
+    num_engines(request.engines)
 
 
 def _objective(request: PlanRequest, traffic: NamedTraffic) -> TrafficObjective:

@@ -139,6 +139,8 @@ class _Search:
     """When all is over, of the clock of searches."""
     traffic: NamedTraffic
     objective: TrafficObjective
+    exactly: int | None = None
+    """How many engines; None: any number."""
     known: dict[tuple[Vector, int, int], EnginePlan | None] = field(default_factory=dict)
     rates: dict[tuple[object, ...], RateFound] = field(default_factory=dict)
     not_above: dict[tuple[object, ...], float] = field(default_factory=dict)
@@ -213,6 +215,10 @@ class _Search:
             self.engine(v, requests, step_tokens)
         return self.best_of(v, step_tokens=step_tokens)
 
+    def is_asked(self, one: Valued | None) -> bool:
+        """Whether a way to serve was simulated and is of as many engines as are asked for."""
+        return one is not None and self.exactly in (None, len(one.engines))
+
     @property
     def enough(self) -> float:
         """The traffic's own rate, where a higher one is worth less than quality and quick answers.
@@ -275,12 +281,14 @@ class _Search:
         key = tuple(sorted(map(str, map(alike, engines))))
         if key not in self.rates:
             total = sum(one.rate_per_s for one in by_themselves)
+            steady = sum(one.steady.rate_per_s for one in engines)
+            is_near = not is_far_below(total, steady)
             self.rates[key] = highest_rate(
                 [one.model for one in engines],
                 every,
                 limits,
-                guess_per_s=total or None,
-                is_near=total > 0,
+                guess_per_s=total if is_near else steady,
+                is_near=is_near,
                 deadline_s=self.deadline_s,
             )
         return self.rates[key]
@@ -337,15 +345,18 @@ def search_traffic(
     path: str | None,
     traffic: NamedTraffic,
     objective: TrafficObjective,
+    *,
+    exactly: int | None = None,
 ) -> TrafficAnswer:
     """Return the best plan for a traffic; `DoesNotFitError` where no engine fits or is in time.
 
-    The limit is of work; where the machine is so slow that the user's limit is over before, it is
+    `exactly`: of so many engines; the simple ways beside it have as many as they have. The limit is
+    of work; where the machine is so slow that the user's limit is over before, it is
     of CPU time, not of the time of day: the same command has the same answer beside another load.
     """
     with counting(time.thread_time() + options.asked_s, time.thread_time):
         options = replace(options, ends_at=math.inf)
-        return _searched(problem, options, path, traffic, objective)
+        return _searched(problem, options, path, traffic, objective, exactly)
 
 
 def _searched(
@@ -354,6 +365,7 @@ def _searched(
     path: str | None,
     traffic: NamedTraffic,
     objective: TrafficObjective,
+    exactly: int | None,
 ) -> TrafficAnswer:
     timer = Timer()
     lengths = MeanLengths.of(traffic)
@@ -366,6 +378,7 @@ def _searched(
         end_s=now_s() + WORK_SHARE * options.asked_s,
         traffic=traffic,
         objective=objective,
+        exactly=exactly,
     )
     search.allow(SOLVING_SHARE)
     in_time = _plan_simple(search)
@@ -374,9 +387,9 @@ def _searched(
     search.allow(SOLVING_SHARE)
     complete, left_out = _plan_all(search)
     chosen = _chosen(search)
-    if not (chosen or any(found.values())):
-        raise DoesNotFitError(_nothing(traffic, complete))
-    kept = any(one and search.worth(one)[0] for one in found.values())
+    if not (chosen or any(map(search.is_asked, found.values()))):
+        raise DoesNotFitError(_nothing(traffic, complete, exactly))
+    kept = any(search.is_asked(one) and search.worth(one)[0] for one in found.values() if one)
     if chosen and objective == "rate" and not kept:
         search.allow(0.5)
         found |= _all_valued(search, {"best": _best_sum(search) or chosen})
@@ -384,7 +397,7 @@ def _searched(
         names = {f"few {n}": few for n, few in _others(search, chosen).items()}
         found |= _all_valued(search, {"best": chosen, **names})
     search.deadline_s = search.end_s
-    valued = [one for one in found.values() if one is not None]
+    valued = [one for one in found.values() if one is not None and search.is_asked(one)]
     simulated = bool(valued)
     valued = valued or [_unsimulated(search, chosen)]
     best = quickest = _best(search, valued)
@@ -445,7 +458,8 @@ def _most_together(search: _Search, name: str, vectors: Sequence[Vector]) -> Val
     An engine that hardly keeps the limits has requests that others would serve in time.
     """
     rates = {v: _by_itself(search, v) for v in vectors}
-    left = [v for v in vectors if rates[v] > 0] or list(vectors)
+    all_ = name == "best" and search.exactly is not None
+    left = list(vectors) if all_ else [v for v in vectors if rates[v] > 0] or list(vectors)
     best: Valued | None = None
     while left and (best is None or sum(rates[v] for v in left) > best.rate.rate_per_s):
         engines = search.engines(left)
@@ -458,7 +472,7 @@ def _most_together(search: _Search, name: str, vectors: Sequence[Vector]) -> Val
             break
         best = best if one is None else one if best is None else _best(search, [best, one])
         slowest = min(rates[v] for v in left)
-        left = [v for v in left if rates[v] > slowest]
+        left = [] if all_ else [v for v in left if rates[v] > slowest]
     return best
 
 
@@ -554,7 +568,7 @@ def _best_sum(search: _Search) -> list[Vector]:
         known = {v: _by_itself(search, v) for v, like in likes.items() if like in search.alone}
         steady = {v: planned[v].steady.rate_per_s for v in planned}
         hope = HOPE * max((rate / steady[v] for v, rate in known.items()), default=1.0)
-        least, best = search.vectors.most_rows(known)
+        least, best = search.vectors.most_rows(known, search.exactly)
         open_ = {
             v: max(HOPE * rate, min(steady[v], STEPS_HOPE * rate))
             for v, rate in known.items()
@@ -566,7 +580,7 @@ def _best_sum(search: _Search) -> list[Vector]:
             for v, like in likes.items()
         }
         rates |= known | open_
-        most, chosen = search.vectors.most_rows(rates)
+        most, chosen = search.vectors.most_rows(rates, search.exactly)
         new = [v for v in chosen if v in open_ or v not in known]
         if not new or most <= (1 + RATE_STEP / 2) * least or search.left_s() < 0:
             return best
@@ -733,9 +747,9 @@ def _chosen(search: _Search) -> list[Vector]:
             rates[v] = best.steady.rate_per_s
     if not rates:
         return []
-    if search.objective == "latency":
+    if search.objective == "latency" and search.exactly in (None, 1):
         return [min(rates, key=lambda v: _latency(search, v))]
-    return search.vectors.most_rows(rates)[1]
+    return search.vectors.most_rows(rates, search.exactly)[1]
 
 
 def _latency(search: _Search, v: Vector) -> float:
@@ -861,7 +875,7 @@ def _best_way(
 
 def _others(search: _Search, chosen: Sequence[Vector]) -> dict[int, list[Vector]]:
     """Return the best topologies of other numbers of engines, where steady rates are near."""
-    if search.objective == "latency":
+    if search.objective == "latency" or search.exactly is not None:
         return {}
     best = {v: one for v in search.vectors.vectors if (one := search.best_of(v))}
     rates = {v: one.steady.rate_per_s for v, one in best.items()}
@@ -962,7 +976,7 @@ def _plan_file(
     )
 
 
-def _nothing(traffic: NamedTraffic, complete: bool) -> str:
+def _nothing(traffic: NamedTraffic, complete: bool, exactly: int | None) -> str:
     limits = traffic.limits
     asked = [
         f"{name} {seconds:g} s"
@@ -972,8 +986,12 @@ def _nothing(traffic: NamedTraffic, complete: bool) -> str:
     longest = max(one.prompt_tokens + one.output_tokens for one in traffic.arrivals)
     kept = f" within {' and '.join(asked)}" if asked else ""
     more = "" if complete else "; --time-limit gives the search more time"
+    several = exactly not in (None, 1)
+    who = f"no {exactly} engines" if several else "no engine"
+    serves = f"{who} on these devices serve{'' if several else 's'} requests of up"
+    instead = "fewer engines (--engines), " if several else ""
     return (
-        f"no engine on these devices serves requests of up to {longest} tokens{kept}, even one at "
-        f"a time: allow fewer bits (--bits 4, --kv 8), shorter requests"
-        f"{', longer limits' if asked else ''} or another card{more}"
+        f"{serves} to {longest} tokens{kept}, even one at a time: allow {instead}fewer bits "
+        f"(--bits 4, --kv 8), shorter requests{', longer limits' if asked else ''} or another "
+        f"card{more}"
     )

@@ -305,6 +305,30 @@ def test_cards_that_hold_the_model_are_engines_of_their_own(
 
 
 @pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (1, ["--rate", "max", "--ttft", "0.5", "--tpot", "0.05"]),
+        (2, ["--rate", "max", "--ttft", "0.5", "--tpot", "0.05"]),
+        (2, ["--rate", "1", "--objective", "latency"]),
+        (3, ["--rate", "1"]),
+    ],
+)
+def test_so_many_engines_as_are_asked_for(number: int, words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = _planned(["--devices", "t4:3", "--engines", str(number), *words], path)
+    assert len(plan.plans) == number
+    used = [member.device for own in plan.plans for stage in own.stages for member in stage.members]
+    assert len(used) == len(set(used)) >= number
+
+
+def test_more_engines_than_cards_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "opt-1.3b", "--bits", "16", *TRAFFIC, "--devices", "t4", "--rate", "1"]
+    assert main([*words, "--engines", "2"]) == 5
+    assert "no 2 engines on these devices serve requests of" in capsys.readouterr().err
+    assert main([*words, "--engines", "two"]) == 2
+
+
+@pytest.mark.parametrize(
     ("words", "unit"),
     [
         (["--rate", "max", "--tpot", "0.05"], "requests/s"),
