@@ -349,10 +349,8 @@ class SimpleRates:
         if len(engines) < 2:
             return sum(rates)
         models = [one.model for one in engines]
-        every, limits, total = self.traffic.arrivals, self.traffic.limits, sum(rates)
-        return highest_rate(
-            models, every, limits, guess_per_s=total or None, is_near=total > 0
-        ).rate_per_s
+        every, limits = self.traffic.arrivals, self.traffic.limits
+        return highest_rate(models, every, limits, guess_per_s=sum(rates) or None).rate_per_s
 
     def of_each(self, cards: Sequence[tuple[str, int]]) -> float:
         """Return the rate of an engine on every card; or on those of the fastest classes alone."""

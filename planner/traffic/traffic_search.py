@@ -282,13 +282,11 @@ class _Search:
         if key not in self.rates:
             total = sum(one.rate_per_s for one in by_themselves)
             steady = sum(one.steady.rate_per_s for one in engines)
-            is_near = not is_far_below(total, steady)
             self.rates[key] = highest_rate(
                 [one.model for one in engines],
                 every,
                 limits,
-                guess_per_s=total if is_near else steady,
-                is_near=is_near,
+                guess_per_s=total or steady,
                 deadline_s=self.deadline_s,
             )
         return self.rates[key]
