@@ -156,7 +156,7 @@ def test_traffic_keeps_the_time_limit_though_no_rate_was_found(
 @pytest.mark.parametrize("limit_s", [0.4, 30.0])
 def test_another_load_changes_no_answer(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is of work: also where the time of day is over, and where work ends the search."""
-    request = PlanRequest(model="opt-1.3b", devices="v100,t4", bits="16", requests=20, **LIMITED)
+    request = PlanRequest(model="opt-1.3b", devices="t4:2", bits="16", requests=10, **LIMITED)
     job, traffic, objective = traffic_job(replace(request, time_limit=limit_s))
 
     def answered() -> tuple[Any, ...]:
