@@ -287,6 +287,7 @@ def plan_workload(
         positions_note(inputs.spec, work),
         best.outcome.note,
         step_note(best.problem, best.outcome.assignment),
+        *usual.left_out,
         *usual.cost_notes(work),
     ]
     return MadePlan(

@@ -165,18 +165,40 @@ def execution_modes(
     return tuple(mode for mode, is_taken in taken.items() if is_taken)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lack:
+    """Why something is not run, and what to do about it."""
+
+    why: str
+    remedy: str
+
+
+def lack_of(
+    spec: ModelSpec, modes: Collection[ExecutionMode], *, max_len: int | None = None
+) -> Lack | None:
+    """Return what a run cannot do, None where it can; by default at the model's full length."""
+    for mode in modes:
+        missing = lacks(spec, mode, max_len=max_len)
+        if missing:
+            why = (
+                f"{spec.name} ({spec.family}) has {' and '.join(missing)}, which llmpq does not "
+                f"run with {EXECUTION_MODES[mode]} yet"
+            )
+            return Lack(why=why, remedy=REMEDY[mode])
+    return None
+
+
 def lacking_sentence(
     spec: ModelSpec, modes: Collection[ExecutionMode], *, max_len: int
 ) -> str | None:
     """Return what a run cannot do and what to do about it, None where it can."""
-    for mode in modes:
-        missing = lacks(spec, mode, max_len=max_len)
-        if missing:
-            return (
-                f"{spec.name} ({spec.family}) has {' and '.join(missing)}, which llmpq does not "
-                f"run with {EXECUTION_MODES[mode]} yet; {REMEDY[mode]}. See `llmpq-algo models`"
-            )
-    return None
+    lack = lack_of(spec, modes, max_len=max_len)
+    return None if lack is None else f"{lack.why}; {lack.remedy}. See `llmpq-algo models`"
+
+
+def reads_packed_kv(device: DeviceSpec) -> bool:
+    """Whether a device reads a KV cache of fewer than 16 bits."""
+    return device.is_cpu or device.drives_tensor_cores
 
 
 def without_tensor_cores(kinds: Iterable[tuple[str, DeviceSpec]]) -> list[str]:
@@ -194,12 +216,12 @@ def packed_kv_sentence(kinds: Iterable[tuple[str, DeviceSpec]]) -> str | None:
 def packed_kv_refusal(names: Sequence[str]) -> str:
     """Return that these GPUs read no cache of fewer than 16 bits, and what to do."""
     return (
-        "llmpq has no kernels for a KV cache of 8, 4 or 2 bits on GPUs before Ampere "
-        f"({', '.join(names)}): plan with --kv 16, or leave "
+        f"{PACKED_KV} ({', '.join(names)}): plan with --kv 16, or leave "
         f"{'it' if len(names) == 1 else 'them'} out"
     )
 
 
+PACKED_KV = "llmpq has no kernels for a KV cache of 8, 4 or 2 bits on GPUs before Ampere"
 REMEDY: dict[ExecutionMode, str] = {
     "gpu": "plan for CPU devices, or export the plan to another engine",
     "packed_kv": "plan with --kv 16",

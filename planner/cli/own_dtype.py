@@ -14,7 +14,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.planner.check.refusal import too_big_in_any_chunks
 from llmpq.planner.cli.what_if import without
 from llmpq.planner.evaluate.fits import longest_context
-from llmpq.planner.problem.make_problem import dense_note, make_problem
+from llmpq.planner.problem.make_problem import dense_note, kv_left_out, make_problem
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.answer import Answer, answer, score, solve_options
@@ -126,7 +126,7 @@ def instead_of_float32(
         alone = over_own_dtype(request, problem, usual_context=usual_context)
         if alone is not None and (not too_big_in_any_chunks(alone) or _reaches(alone, problem)):
             said = f"{_cards(without_bfloat16(problem.cluster))} {LEFT_OUT}"
-            return alone, of_unused(problem, notes, said)
+            return alone, of_unused(request, problem, notes, said)
     return problem, list(notes)
 
 
@@ -152,13 +152,14 @@ def where_unused(
     return alone.workload.dtype, [said if n == note else n for n in notes]
 
 
-def of_unused(problem: Problem, notes: Sequence[str], said: str) -> list[str]:
+def of_unused(request: PlanRequest, problem: Problem, notes: Sequence[str], said: str) -> list[str]:
     """Return a job's notes where cards that lack bfloat16 have no part in it, as `said` says.
 
     `problem`: the job with these cards, of which the notes are.
     """
     note, dense = _dtype_note(problem), dense_note(problem.spec, problem.cluster)
-    return [said if n == note else n for n in notes if n != dense]
+    untrue = [dense, *kv_left_out(problem, request.kv)]
+    return [said if n == note else n for n in notes if n not in untrue]
 
 
 def _dtype_note(problem: Problem) -> str | None:

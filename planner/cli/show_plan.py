@@ -27,7 +27,7 @@ from llmpq.planner.cli.certificates import (
 from llmpq.planner.cli.own_dtype import beats, closer_refusal, in_own_dtype, of_unused
 from llmpq.planner.cli.show_topology import print_topology, topology_lines
 from llmpq.planner.evaluate.simulator import reported_time
-from llmpq.planner.problem.make_problem import make_problem, of_used
+from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import OPTIMAL_GAP, Infeasible, Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
@@ -122,7 +122,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         own = None  # the engines that are best need these cards
     if own is not None:
         best, said = own
-        notes = of_used(problem, best.plan.places, of_unused(problem, notes, said))
+        notes = of_unused(request, problem, notes, said)
         problem = best.problem
         if several is not None:  # of the job with all cards
             shared = _may_share(request, problem, options)
@@ -133,7 +133,6 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         best, several = several.single, replace(several, topology=None)
         compared_with = ANY_GROUPS if several.found.groups else None
     elif several is not None and several.topology is not None:
-        job = replace(job, notes=of_used(problem, several.topology.places, job.notes))
         _show_topology(request, job, best, several, several.topology)
         return
     from llmpq.planner.cli.report import mtp_notes, print_plan, remarks_of
@@ -143,7 +142,6 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
 
         best = replace(best, plan=_drafting(best.plan, problem, request.speculate))
         notes = [*notes, describe(best.plan)]
-    notes = of_used(problem, best.plan.places, notes)
     notes = [*notes, *mtp_notes(best.plan, problem.spec), *prefix_notes(best.plan, problem.spec)]
     proof: str | None = None
     if request.output:

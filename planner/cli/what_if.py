@@ -130,6 +130,7 @@ def changed_devices(
             typed = str(error).replace(f"--what-if {change[1:]}", f"--what-if {change}")
             raise ValueError(typed) from None
         return replace(request, devices=added), None
+    cluster = cluster.ungrouped()
     name, count = _counted(cluster, change)
     of_node = [device for device in cluster.devices if device.node == name]
     if change.startswith("-") and len(cluster.nodes) > 1 and of_node and not _is_kind(name):
@@ -262,8 +263,9 @@ def without(cluster: Cluster, gone: Device) -> tuple[Cluster, dict[str, str]]:
 
     Those behind it are numbered anew.
     """
+    cluster = cluster.ungrouped()
     less = _removed(cluster, gone)
-    left = [device for device in cluster.devices if device is not gone]
+    left = [device for device in cluster.devices if device.name != gone.name]
     return less, {old.name: new.name for old, new in zip(left, less.devices, strict=True)}
 
 
@@ -271,7 +273,7 @@ def share_of(p: Problem, engines: int) -> Cluster:
     """Return the devices of one engine: as many of every class."""
     cluster = p.cluster
     kept = [d.name for cls in p.classes for d in cls.devices[: cls.count // engines]]
-    names = {device.name: device.name for device in cluster.devices}
+    names = {device.name: device.name for device in cluster.ungrouped().devices}
     for name in list(names):
         if name not in kept:
             cluster, moved = without(cluster, cluster.device(names.pop(name)))

@@ -7,7 +7,7 @@ solvers. Every error names the flag and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -19,12 +19,7 @@ from llmpq.costs.cost_model import CostModel
 from llmpq.costs.costs_cache import cache_folder, cached_costs
 from llmpq.costs.cpu_rates import CpuRates
 from llmpq.devices.cluster import Cluster
-from llmpq.devices.default_dtype import (
-    default_dtype,
-    dtype_note,
-    require_dtype,
-    without_bfloat16,
-)
+from llmpq.devices.default_dtype import default_dtype, dtype_note, without_bfloat16
 from llmpq.devices.joined_devices import crowded_notes, joined, members_of
 from llmpq.devices.this_machine import assumed, is_this_machine
 from llmpq.models.model_spec import ModelSpec
@@ -48,21 +43,22 @@ from llmpq.planner.problem.stored_precisions import (
     Source,
     StoredLayer,
     kept_grid,
+    names_of,
     offered,
     rounded_note,
     rounded_of_gguf,
     stored_layers,
     tells_layers,
 )
+from llmpq.plans.able_devices import Forced, able_devices
 from llmpq.plans.capabilities import (
+    PACKED_KV,
     ExecutionMode,
-    execution_modes,
-    lacking_sentence,
-    lacks,
+    Lack,
+    lack_of,
     packed_kv_sentence,
     without_tensor_cores,
 )
-from llmpq.plans.plan import StagePlan
 from llmpq.precision import (
     K_PADDING,
     WEIGHT_ONLY,
@@ -73,6 +69,7 @@ from llmpq.precision import (
 )
 from llmpq.sensitivity import Sensitivity
 from llmpq.sizes.memory import CpuActivations, Quantization
+from llmpq.sizes.pool_size import READS_KV4
 from llmpq.workload import Dtype, Workload
 
 GENERIC_NOTE = (
@@ -121,6 +118,8 @@ class BuiltProblem:
     """A problem, and what to say about the values that were not given."""
 
     problem: Problem
+    left_out: tuple[str, ...]
+    """Devices, and precisions, that do not run the job."""
     notes: tuple[str, ...]
     """Of a checkpoint's stored precisions, and of quality losses that are guessed."""
     rates: tuple[CpuRates, ...]
@@ -141,11 +140,7 @@ class BuiltProblem:
 def build_problem(inputs: ProblemInputs) -> BuiltProblem:
     """Return the problem of these values, with what was not given filled in."""
     spec, cluster, workload = inputs.spec, inputs.cluster, inputs.workload
-    if inputs.shares:
-        cluster = joined(cluster, inputs.shares, spec)
-    source = inputs.source
-    profile = with_groups_measured(inputs.profile, cluster.devices, spec)
-    kvs = inputs.kvs or (workload.kv,)
+    source, kvs = inputs.source, inputs.kvs or (workload.kv,)
     kept = None
     if source is not None and tells_layers(source):
         kept = kept_grid(source, spec, cluster.devices, inputs.weight_group_size)
@@ -156,7 +151,16 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
         for index, (one, own) in enumerate(zip(stored, codes, strict=True))
     )
     layers = offered(stored, inputs.bits) if stored else ()
-    choices = _all_of(layers) or inputs.bits or default_bits(inputs.sensitivity, profile, cluster)
+    allowed = layers or ((inputs.bits,) if inputs.bits else ())
+    forced = Forced(
+        spec=spec, kvs=kvs, dtype=workload.dtype, layers=allowed, max_len=workload.max_len
+    )
+    cluster, left_out = able_devices(cluster, forced, inputs.pins)
+    bits, layers, no_rounding = _without_rounded(spec, cluster, inputs.bits, layers)
+    if inputs.shares:
+        cluster = joined(cluster, inputs.shares, spec)
+    profile = with_groups_measured(inputs.profile, cluster.devices, spec)
+    choices = _all_of(layers) or bits or default_bits(inputs.sensitivity, profile, cluster)
     quantization = replace(
         _grid(inputs, kept),
         outliers=_outliers(inputs.outliers, choices, spec),
@@ -212,7 +216,36 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
     )
     if inputs.sensitivity is None and rounds:
         notes.append(GENERIC_NOTE)
-    return BuiltProblem(problem=problem, notes=tuple(n for n in notes if n), rates=tuple(rates))
+    return BuiltProblem(
+        problem=problem,
+        left_out=(*left_out, *([no_rounding] if no_rounding else ())),
+        notes=tuple(n for n in notes if n),
+        rates=tuple(rates),
+    )
+
+
+def _without_rounded(
+    spec: ModelSpec,
+    cluster: Cluster,
+    bits: tuple[Precision, ...] | None,
+    layers: tuple[tuple[Precision, ...], ...],
+) -> tuple[tuple[Precision, ...] | None, tuple[tuple[Precision, ...], ...], str | None]:
+    """Return the precisions allowed, in all and of each layer, and what to say of those that go.
+
+    Rounded activations go where a GPU does not run the model with them and others are allowed.
+    """
+
+    def kept(own: tuple[Precision, ...]) -> tuple[Precision, ...]:
+        return tuple(p for p in own if p.activation_bits == 16) or own
+
+    gpus = [d for d in cluster.devices if not d.spec.is_cpu and d.spec.export_only is None]
+    modes: tuple[ExecutionMode, ...] = ("gpu_rounded",) if gpus else ()
+    lack = lack_of(spec, modes)
+    named = [p for own in (bits or (), *layers) for p in own if p not in kept(own)]
+    if lack is None or not named:
+        return bits, layers, None
+    said = f"no plan has {names_of(list(dict.fromkeys(named)))}: {lack.why}; {lack.remedy}"
+    return None if bits is None else kept(bits), tuple(map(kept, layers)), said
 
 
 def make_problem(
@@ -233,6 +266,9 @@ def make_problem(
         request = replace(request, context=min(usual_context, spec.max_positions))
     request = _with_prompt_of_context(request)
     limits.check_job(request.batch, request.prompt_len, request.gen_len)
+    pins = parse_pins(request.pin, cluster, spec)
+    forced = _forced_by(request, spec)
+    cluster, left_out = able_devices(cluster, forced, pins)
     profile, remarks = _measured(request, cluster, spec)
     workload = _workload(request, cluster, spec, profile)
     omega = _omega_path(request, cluster, spec)
@@ -252,7 +288,7 @@ def make_problem(
             objective=request.objective,
             group=request.group,
             max_devices=request.max_devices,
-            pins=parse_pins(request.pin, cluster, spec),
+            pins=pins,
             prefill_microbatch=request.prefill_microbatch,
             decode_microbatch=request.decode_microbatch,
             symmetric=request.symmetric,
@@ -266,10 +302,12 @@ def make_problem(
     )
     notes = (
         remarks
+        + left_out
+        + [*built.left_out]
         + [f"assumed: {line}" for line in named.assumptions]
         + [note for note in (dtype_note(spec, cluster, workload.dtype), too_long) if note]
         + _not_run(spec, cluster, workload)
-        + _kv_left_out(built.problem, request.kv)
+        + kv_left_out(built.problem, request.kv)
         + _left_to_the_class(path, spec)
         + _tokenizer_lack(path)
         + crowded_notes(built.problem.cluster)
@@ -279,6 +317,18 @@ def make_problem(
     if request.tensor_parallel is None:
         notes += unmeasured_groups(profile, cluster.devices, spec)
     return built.problem, path, notes
+
+
+def _forced_by(request: PlanRequest, spec: ModelSpec) -> Forced:
+    """Return what a request forces on every device; a dtype that is left open forces nothing."""
+    return Forced(
+        spec=spec,
+        kvs=parse_kv(request.kv),
+        dtype=None if request.dtype == "auto" else request.dtype,
+        layers=() if request.bits is None else (parse_bits(request.bits),),
+        copies=request.speculate if request.speculate in READS_KV4 else None,
+        max_len=request.prompt_len + request.gen_len,
+    )
 
 
 def _with_prompt_of_context(request: PlanRequest) -> PlanRequest:
@@ -308,34 +358,8 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
         for kind, engine in dict.fromkeys((d.kind, d.spec.export_only) for d in cluster.devices)
         if engine is not None
     ]
-    gpu = any(not d.spec.is_cpu for d in cluster.devices)
-    ways = execution_modes(gpu=gpu, kv=workload.kv, drafts=False, dtype=workload.dtype)
-    kinds = [(device.kind, device.spec) for device in cluster.devices]
-    lacking = [lacking_sentence(spec, ways, max_len=workload.max_len)]
-    if workload.kv is not KVPrecision.KV16:
-        lacking.append(packed_kv_sentence(kinds))
-    notes += [f"warning: {sentence}" for sentence in lacking if sentence is not None]
     dense = dense_note(spec, cluster)
     return notes + ([] if dense is None else [dense])
-
-
-def of_used(problem: Problem, places: Iterable[StagePlan], notes: Sequence[str]) -> list[str]:
-    """Return a job's notes where a plan uses these places: none warns of a card that has no part.
-
-    What is known before a plan is that some of the job's cards do not read its KV cache.
-    """
-    devices, kinds = problem.cluster.devices, {place.kind for place in places}
-    of_all = packed_kv_sentence((device.kind, device.spec) for device in devices)
-    of_own = packed_kv_sentence(
-        (device.kind, device.spec)
-        for device in devices
-        if kinds & {one.kind for one in device.joined or (device,)}
-    )
-    own = [] if of_own is None else [f"warning: {of_own}"]
-    found: list[str] = []
-    for note in notes:
-        found += own if note == f"warning: {of_all}" else [note]
-    return found
 
 
 def dense_note(spec: ModelSpec, cluster: Cluster) -> str | None:
@@ -390,12 +414,13 @@ def _workload(
         if no_bfloat16 or (timed == "float16" and spec.overflows_float16):
             timed = None
         dtype = timed or default_dtype(spec, cluster)
-    require_dtype(cluster, dtype)
+    kvs, forced = parse_kv(request.kv), _forced_by(request, spec)
+    run = [kv for kv in kvs if not any(forced.lack_of_kv(device, kv) for device in cluster.devices)]
     return Workload(
         batch=request.batch,
         prompt_len=request.prompt_len,
         gen_len=request.gen_len,
-        kv=parse_kv(request.kv)[0],
+        kv=(run or kvs)[0],
         dtype=dtype,
     )
 
@@ -549,45 +574,42 @@ def parse_kv(text: str) -> tuple[KVPrecision, ...]:
 
 
 def runs_kv(p: Problem, kv: KVPrecision) -> bool:
-    """Whether the job's devices run its model with a KV cache of fewer than 16 bits."""
-    old = packed_kv_sentence((d.kind, d.spec) for d in p.cluster.devices)
-    lacking = (lacks(p.spec, mode, max_len=p.workload.max_len) for mode in _packed_modes(p, kv))
-    return old is None and not any(lacking)
+    """Whether all of the job's devices run its model with a KV cache of these bits."""
+    return not any(_lacks_of_kv(p, kv))
 
 
-def _packed_modes(p: Problem, kv: KVPrecision) -> list[ExecutionMode]:
-    """Return the modes of a packed cache that its devices take; an exported plan's are its own."""
-    run_here = (d for d in p.cluster.devices if d.spec.export_only is None)
-    modes = execution_modes(
-        gpu=any(not device.spec.is_cpu for device in run_here),
-        kv=kv,
-        drafts=False,
-        dtype=p.workload.dtype,
-    )
-    return [mode for mode in modes if mode != "gpu"]
+def _lacks_of_kv(p: Problem, kv: KVPrecision) -> Iterator[Lack]:
+    """Yield why devices of a job do not run a KV cache of these bits; an exported plan may have it.
+
+    16 bits are what a refusal offers: never asked about.
+    """
+    work = p.workload
+    forced = Forced(spec=p.spec, kvs=(kv,), dtype=work.dtype, max_len=work.max_len)
+    for device in p.cluster.devices:
+        lack = forced.lack_of_kv(device, kv)
+        if lack is not None:
+            yield lack
 
 
 def kvs_to_plan(p: Problem, text: str) -> tuple[KVPrecision, ...]:
     """Return the KV bits of `--kv` to choose among, most precise first.
 
-    Where 16 bits are allowed, too, none that the job's devices do not run.
+    Where others are allowed, too, none that one of the job's devices does not run.
     """
     kvs = parse_kv(text)
-    whole = KVPrecision.KV16
-    if whole not in kvs:
-        return kvs
-    return tuple(kv for kv in kvs if kv is whole or runs_kv(p, kv))
+    return tuple(kv for kv in kvs if kv is KVPrecision.KV16 or runs_kv(p, kv)) or kvs
 
 
-def _kv_left_out(p: Problem, text: str) -> list[str]:
+def kv_left_out(p: Problem, text: str) -> list[str]:
     """Say which KV bits that are allowed no plan has, and why."""
     kept = kvs_to_plan(p, text)
     gone = [kv for kv in parse_kv(text) if kv not in kept]
     if not gone:
         return []
-    modes = _packed_modes(p, min(gone, key=lambda kv: kv.is_apart))
-    why = lacking_sentence(p.spec, modes, max_len=p.workload.max_len)
-    why = why or packed_kv_sentence((d.kind, d.spec) for d in p.cluster.devices)
+    lack = next(_lacks_of_kv(p, min(gone, key=lambda kv: kv.is_apart)))
+    why = f"{lack.why}; {lack.remedy}"
+    if lack.why == PACKED_KV:
+        why = str(packed_kv_sentence((d.kind, d.spec) for d in p.cluster.devices))
     return [f"no plan has a KV cache of {kv_bits_of(gone)}: {why}"]
 
 

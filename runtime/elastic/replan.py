@@ -24,6 +24,7 @@ from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.devices.cluster import Cluster, Device
 from llmpq.errors import DoesNotFitError, unknown_name
 from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.able_devices import NoDeviceRunsError
 from llmpq.plans.capabilities import packed_kv_sentence
 from llmpq.plans.plan import Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision
@@ -213,7 +214,7 @@ class Replanner:
             in_child=False,
             time_limit_s=TIME_LIMIT_S,
         )
-        refusal: DoesNotFitError | None = None
+        refusal: DoesNotFitError | NoDeviceRunsError | None = None
         for kv in kvs:
             planned = partial(
                 plan_job,
@@ -230,7 +231,7 @@ class Replanner:
                 if not proven and time.thread_time() - began_s < _WORK_S:
                     made = planned(search=replace(search, time_limit_s=BUSY_LIMIT_S))
                 return made
-            except DoesNotFitError as error:
+            except (DoesNotFitError, NoDeviceRunsError) as error:
                 refusal = error
         assert refusal is not None
         raise DoesNotFitError(

@@ -26,9 +26,11 @@ from llmpq.devices.joined_devices import crowded_notes, one_group
 from llmpq.devices.this_machine import assumed, this_machine, useful_threads
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.models.model_spec import ModelSpec
+from llmpq.plans.able_devices import Forced, able_devices
 from llmpq.plans.gpu_memory import cluster_within
 from llmpq.precision import KVPrecision
 from llmpq.runtime.options.engine_options import AUTO, EngineOptions
+from llmpq.sizes.pool_size import READS_KV4
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 _log = logging.getLogger("llmpq.run")
@@ -87,11 +89,13 @@ def plan_for(model_dir: str | Path, lengths: Lengths, options: EngineOptions) ->
     """Return a plan for rows of these lengths on the devices there are, and notes about it."""
     spec = ModelSpec.from_directory(model_dir)
     devices = devices_of(options)
+    only_cpus = all(device.spec.is_cpu for device in devices.devices)
+    devices = able_to(spec, options, devices)
     on_cpu = all(device.spec.is_cpu for device in devices.devices)
     dtype = dtype_of(spec, options, devices)
     kv = kv_of(options)
     work = workload_of(lengths, dtype=dtype, window=MAX_CPU_WINDOW if on_cpu else MAX_WINDOW, kv=kv)
-    if options.cluster is None and options.ray_address is None and on_cpu:
+    if options.cluster is None and options.ray_address is None and only_cpus:
         devices = _with_useful_threads(devices, spec.num_params * DTYPE_BYTES[dtype], work.batch)
     return plan_job(model_dir, devices, work, options)
 
@@ -168,6 +172,17 @@ def dtype_of(spec: ModelSpec, options: EngineOptions, cluster: Cluster) -> Dtype
         return default_dtype(spec, cluster)
     require_dtype(cluster, options.dtype)
     return cast(Dtype, options.dtype)
+
+
+def able_to(spec: ModelSpec, options: EngineOptions, cluster: Cluster) -> Cluster:
+    """Return the devices that run what the options ask for; `ValueError` where none does."""
+    dtype = None if options.dtype == AUTO else cast(Dtype, options.dtype)
+    copies = options.speculate if options.speculate in READS_KV4 else None
+    forced = Forced(spec=spec, kvs=(kv_of(options),), dtype=dtype, copies=copies)
+    able, left_out = able_devices(cluster, forced)
+    for line in left_out:
+        _log.warning("%s", line)
+    return able
 
 
 def kv_of(options: EngineOptions) -> KVPrecision:

@@ -26,6 +26,7 @@ from llmpq.plans.gpu_memory import plan_within
 from llmpq.plans.plan import Plan
 from llmpq.plans.topology import Topology
 from llmpq.runtime.launch.plans.auto_plan import (
+    able_to,
     devices_of,
     dtype_of,
     kv_of,
@@ -165,6 +166,7 @@ def read_model(model: str | Path, options: EngineOptions) -> tuple[Path, ModelSp
 
 def _made(directory: Path, spec: ModelSpec, known: Cluster, options: EngineOptions) -> Plan:
     """Make a plan for a cluster's devices, or for this machine's."""
+    known = able_to(spec, options, known)
     cpus = all(device.spec.is_cpu for device in known.devices)
     max_len = _max_len(spec, options)
     rows = ROWS[cpus] if options.max_num_seqs is None else options.max_num_seqs

@@ -367,7 +367,7 @@ def test_engines_in_float32_are_held_against_the_cards_that_have_bfloat16(
 ) -> None:
     """Two engines with the T4s, in float32, beat one; the A100 alone in bfloat16 beats both."""
     path = tmp_path / "plan.json"
-    words = ["--model", "glm-4-9b", "--batch", "4", "--context", "4k", "--kv", "8"]
+    words = ["--model", "glm-4-9b", "--batch", "4", "--context", "4k"]
     words += ["--devices", "A100-40,T4:2", "-o", str(path)]
     code, out, _ = _run(capsys, *words)
     made = Plan.load(path)

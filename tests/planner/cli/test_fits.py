@@ -231,7 +231,9 @@ def test_a_cache_of_fewer_bits_is_named_only_where_every_gpu_reads_it(fits: Any)
     code, report, _ = fits("--devices t4 --model qwen3-14b --context 40k --bits 4 --batch 8")
     assert code == 5 and not any("--kv" in way for way in report["remedies"])
     _, report, _ = fits("--devices 3090,t4 --model qwen3-8b --kv 8")
-    assert any("before Ampere (T4): plan with --kv 16" in note for note in report["notes"])
+    assert any("T4 left out: llmpq has no kernels for a KV" in note for note in report["notes"])
+    assert {row["kv"] for row in report["forms"]} == {"kv8"}
+    assert set(used(report)) == {"RTX-3090-0"}
 
 
 @pytest.mark.parametrize(
@@ -245,17 +247,21 @@ def test_a_cache_of_fewer_bits_is_named_only_where_every_gpu_reads_it(fits: Any)
 def test_bits_that_no_device_runs_are_not_planned_beside_16(
     fits: Any, capsys: pytest.CaptureFixture[str], job: str, why: str
 ) -> None:
-    """Planned in 8 bits, as allowed, a plan could not be run; alone, 8 bits are as asked."""
+    """Planned in 8 bits, as allowed, a plan could not be run; alone, 8 bits are of other cards."""
     _, report, _ = fits(f"{job} --kv 8,16 --bits 4")
     assert {row["kv"] for row in report["forms"]} == {"kv16"}
     (note,) = [note for note in report["notes"] if note.startswith("no plan has a KV cache of 8 ")]
     assert why in note
     words = f"{job} --batch 2 --bits 4 --engines 1 --tensor-parallel 1 --json --kv"
-    kvs = []
-    for kv in ("16,8", "8"):
-        assert main([*words.split(), kv]) == 0
-        kvs.append(json.loads(capsys.readouterr().out)["workload"]["kv"])
-    assert kvs == ["kv16", "kv8"]
+    assert main([*words.split(), "16,8"]) == 0
+    assert json.loads(capsys.readouterr().out)["workload"]["kv"] == "kv16"
+    code, (out, err) = main([*words.split(), "8"]), capsys.readouterr()
+    if "3090" not in job:
+        assert code == 2 and "plan with --kv 16" in err and why.removesuffix(", which") in err
+        return
+    plan = json.loads(out)
+    assert code == 0 and plan["workload"]["kv"] == "kv8"
+    assert {stage["kind"] for stage in plan["stages"]} == {"RTX-3090"}
 
 
 def test_keys_and_values_of_different_bits_lie_between(
@@ -277,15 +283,15 @@ def test_keys_and_values_of_different_bits_lie_between(
 
 
 def test_latents_have_one_number_of_bits(fits: Any) -> None:
-    """Beside 16 bits those that do not run are left out; alone they are as asked, with why not."""
+    """Beside others those that do not run are left out; alone they are refused, with why."""
     job = "--devices h200 --model deepseek-v2-lite --bits 4 --kv"
     _, report, _ = fits(f"{job} 16,8,8v4")
     assert {row["kv"] for row in report["forms"]} == {"kv16", "kv8"}
     (note,) = [note for note in report["notes"] if note.startswith("no plan has a KV cache of ")]
     assert "of 8-bit keys and 4-bit values: deepseek-v2-lite" in note
     assert "has latents that are key and value at once, which" in note
-    _, report, _ = fits(f"{job} 8v4")
-    assert any("at once, which llmpq does not run with keys and v" in n for n in report["notes"])
+    code, _, err = fits(f"{job} 8v4")
+    assert code == 2 and "at once, which llmpq does not run with keys and v" in err
 
 
 def test_a_cache_of_fewer_bits_that_holds_fewer_tokens_is_explained(fits: Any) -> None:

@@ -161,24 +161,6 @@ def test_the_cache_is_named_as_it_is() -> None:
     assert ", and the newest 128 of each in 16 bits; " in "\n".join(headline(packed))
 
 
-@pytest.mark.parametrize(
-    ("words", "warned"),
-    [
-        ("--model opt-1.3b --devices 4090,v100", False),  # the quick card does it alone
-        ("--model opt-1.3b --devices 4090,v100 --pin 0-3=V100-32GB-0", True),
-        ("--model qwen3-8b --devices 4090,v100 --tensor-parallel 1", False),  # in bfloat16
-        ("--model opt-1.3b --devices v100:2 --tensor-parallel 2", True),
-    ],
-)
-def test_no_card_that_a_plan_leaves_out_is_warned_of(
-    words: str, warned: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = ["--batch", "1", "--gen-len", "16", "--kv", "8", "--bits", "16"]
-    assert main([*words.split(), *job]) == 0
-    said = "warning: llmpq has no kernels for a KV cache of 8"
-    assert (said in capsys.readouterr().out) is warned
-
-
 def test_a_gap_says_where_it_comes_from() -> None:
     plan = make_plan("llama-3.1-8b", devices="4090", batch=1)
     note = "the time is predicted step by step, 4.2% more than the search counts: why"

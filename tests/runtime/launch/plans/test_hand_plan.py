@@ -2,9 +2,11 @@
 
 import pytest
 
+from llmpq.devices.cluster import Cluster
 from llmpq.models.model_spec import ModelSpec
 from llmpq.plans.plan import QuantizationForm
 from llmpq.precision import Precision
+from llmpq.runtime.launch.plans.auto_plan import able_to
 from llmpq.runtime.launch.plans.complete_plan import complete_plan
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.options.engine_options import EngineOptions
@@ -60,6 +62,26 @@ def test_a_packed_cache_is_refused_before_anything_is_loaded(kind, runs):
         with pytest.raises(ValueError, match=rf"before Ampere \({kind}\): plan with --kv 16"):
             complete_plan(plan, SPEC, options)
     complete_plan(plan, SPEC, EngineOptions())
+
+
+@pytest.mark.parametrize(
+    "asked", [{"kv_cache_dtype": "kv8"}, {"speculate": "kv4"}, {"dtype": "bfloat16"}]
+)
+def test_a_plan_made_here_is_of_the_devices_that_run_what_is_asked(asked, caplog):
+    devices = [{"kind": "V100-32GB"}, {"kind": "A100-40GB"}]
+
+    def of(some):
+        return Cluster.parse_data(
+            {"name": "x", "nodes": [{"name": "n", "devices": some}]}, where=""
+        )
+
+    cluster = of(devices)
+    assert able_to(SPEC, EngineOptions(), cluster) is cluster
+    (left,) = able_to(SPEC, EngineOptions(**asked), cluster).devices
+    assert (left.kind, left.index) == ("A100-40GB", 1)
+    assert "V100-32GB left out: " in caplog.text
+    with pytest.raises(ValueError, match="V100-32GB"):
+        able_to(SPEC, EngineOptions(**asked), of(devices[:1]))
 
 
 def test_answers_name_it(tmp_path):
