@@ -7,19 +7,16 @@ of a model does.
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import json
 import platform
 import shlex
-import statistics
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from llmpq.result_rows import append_row, commit_of, versions_of
 
 COLD_BYTES = 200_000_000
 """Unique bytes touched between two uses of the same line; an H200's L2 holds 60 MB."""
@@ -59,53 +56,24 @@ def time_launches(
 def write_row(
     path: Path,
     *,
-    bench: str,
-    case: Mapping[str, Any],
-    unit: str,
-    samples: Sequence[float],
-    floor: float | None = None,
-    baselines: Mapping[str, float] | None = None,
-    commit: str | None = None,
-    predicted: float | None = None,
     program: str = "python benchmarks/kernel_bench.py",
     device: str | None = None,
+    commit: str | None = None,
+    **row: Any,
 ) -> None:
-    """Append one result row (a JSON line, as in benchmarks/results/) to `path`.
+    """Append a result row, as `append_row` does, of this process: `row` is the rest of its fields.
 
-    The package writes its own rows because it is benchmarked on machines that hold nothing else.
+    `program`: the command that was typed, without its words; `commit`: where git is not at hand.
     """
-    row = {
-        "bench": bench,
-        "case": dict(case),
-        "value": statistics.median(samples),
-        "unit": unit,
-        "n": len(samples),
-        "spread": [min(samples), max(samples)],
-        "floor": floor,
-        "baselines": dict(baselines or {}),
-        "predicted": predicted,
-        "noisy": False,
-        "device": device or _device_name(),
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton")},
-        "commit": commit or _commit(),
-        "command": f"{program} {shlex.join(sys.argv[1:])}",
-        "date": datetime.date.today().isoformat(),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as out:
-        out.write(json.dumps(row) + "\n")
+    append_row(
+        path,
+        device=device or _device_name(),
+        versions=versions_of("torch", "triton"),
+        commit=commit or commit_of(Path(__file__).parent),
+        command=f"{program} {shlex.join(sys.argv[1:])}",
+        **row,
+    )
 
 
 def _device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
-    return done.stdout.strip() or "unknown"

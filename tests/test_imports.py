@@ -1,8 +1,8 @@
 """Who imports whom: the directions between rooms and sub-rooms, and no circle of files.
 
 Read through the package's links (`llmpq/planner` is `planner/`). Imports inside functions count,
-and so do modules that a file names as text and passes to `import_module`; what stands under
-`if TYPE_CHECKING` does not, as nobody runs it.
+and so do modules that a file names as text and passes to `import_module` or `Command`; what stands
+under `if TYPE_CHECKING` does not, as nobody runs it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,10 @@ def imported(source: str) -> Iterator[str]:
 
 
 def is_dynamic(call: ast.Call) -> bool:
-    return ast.unparse(call.func).split(".")[-1] in ("import_module", "__import__", "run_module")
+    return ast.unparse(call.func).split(".")[-1] in (
+        *("import_module", "__import__", "run_module"),
+        "Command",  # of commands/command_line.py, which imports it
+    )
 
 
 def graph() -> Graph:

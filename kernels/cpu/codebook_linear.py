@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.dense import dense_in_pieces
+from llmpq.kernels.cpu.native_codes import dequantize_codes, multiply_codes
 from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.kernel_table import CPU_FLOAT_ROWS
-from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
+from llmpq.kernels.native.library import DTYPE_CODES, address, library
 
 if TYPE_CHECKING:
     from llmpq.kernels.weights.codebook_weight import CodebookWeight
@@ -37,37 +38,16 @@ def codebook_linear_cpu(x_MK: Tensor, weight: CodebookWeight, bias: Tensor | Non
 
 def gemv_codebook(x_MK: Tensor, weight: CodebookWeight, bias: Tensor | None) -> Tensor:
     """Multiply codes as they are."""
-    x_MK, m, n = x_MK.contiguous(), x_MK.shape[0], weight.out_features
-    y = x_MK.new_empty(m, n)
-    bias = bias if bias is None else bias.to(x_MK.dtype)
-    call(
-        "llmpq_codebook_rows",
-        address(x_MK),
-        *_addresses(weight),
-        address(bias),
-        address(y),
-        m,
-        *_sizes(weight),
-        DTYPE_CODES[x_MK.dtype],
-        torch.get_num_threads(),
-    )
-    return y
+    own, sizes = _addresses(weight), _sizes(weight)
+    return multiply_codes("llmpq_codebook_rows", x_MK, bias, weight=own, sizes=sizes)
 
 
 def dequantize_rows(weight: CodebookWeight, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     """Return rows start..stop of w [N, K], computed in float32."""
-    w = torch.empty(stop - start, weight.in_features, dtype=dtype)
-    call(
-        "llmpq_codebook_dequantize",
-        *_addresses(weight),
-        address(w),
-        start,
-        stop,
-        *_sizes(weight),
-        DTYPE_CODES[dtype],
-        torch.get_num_threads(),
+    own, sizes = _addresses(weight), _sizes(weight)
+    return dequantize_codes(
+        "llmpq_codebook_dequantize", dtype, start, stop, weight=own, sizes=sizes
     )
-    return w
 
 
 @functools.cache

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.dense import dense_in_pieces
+from llmpq.kernels.cpu.native_codes import dequantize_codes, multiply_codes
 from llmpq.kernels.kernel_table import CPU_FLOAT_ROWS
-from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
+from llmpq.kernels.native.library import DTYPE_CODES, address, library
 
 if TYPE_CHECKING:
     from llmpq.kernels.weights.fp8_weight import Fp8Weight
@@ -31,43 +32,22 @@ def fp8_linear_cpu(x_MK: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tens
 
 def gemv_fp8(x_MK: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     """Multiply codes as they are."""
-    x_MK, m, n = x_MK.contiguous(), x_MK.shape[0], weight.out_features
-    y = x_MK.new_empty(m, n)
-    bias = bias if bias is None else bias.to(x_MK.dtype)
-    call(
-        "llmpq_fp8_rows",
-        address(x_MK),
-        address(weight.codes_NK),
-        address(weight.scale),
-        address(bias),
-        address(y),
-        m,
-        *_sizes(weight),
-        DTYPE_CODES[x_MK.dtype],
-        torch.get_num_threads(),
-    )
-    return y
+    own, sizes = _addresses(weight), _sizes(weight)
+    return multiply_codes("llmpq_fp8_rows", x_MK, bias, weight=own, sizes=sizes)
 
 
 def dequantize_rows(weight: Fp8Weight, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     """Return rows start..stop of w [N, K], computed in float32."""
-    w = torch.empty(stop - start, weight.in_features, dtype=dtype)
-    call(
-        "llmpq_fp8_dequantize",
-        address(weight.codes_NK),
-        address(weight.scale),
-        address(w),
-        start,
-        stop,
-        *_sizes(weight),
-        DTYPE_CODES[dtype],
-        torch.get_num_threads(),
-    )
-    return w
+    own, sizes = _addresses(weight), _sizes(weight)
+    return dequantize_codes("llmpq_fp8_dequantize", dtype, start, stop, weight=own, sizes=sizes)
 
 
 def _by_torch(weight: Fp8Weight, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     return weight.dequantize(dtype, start, stop)
+
+
+def _addresses(weight: Fp8Weight) -> tuple[int, ...]:
+    return address(weight.codes_NK), address(weight.scale)
 
 
 def _sizes(weight: Fp8Weight) -> tuple[int, ...]:

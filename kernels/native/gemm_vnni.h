@@ -164,7 +164,7 @@ static void add_sheet(const RoundedRows& r, SheetRows& x, int64_t m, int64_t g, 
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
-      for (int c = 0; c < COLUMNS; ++c) d[i][c] = no_ints();
+      for (int c = 0; c < COLUMNS; ++c) d[i][c] = zero_ints();
     for (int64_t step = 0; step < STEPS; ++step, w += COLUMNS) {
       if (step % 2 == 0 && step / 2 < LINES) _mm_prefetch((const char*)(next + step / 2 * LANES), _MM_HINT_T1);
       Ints v[COLUMNS];

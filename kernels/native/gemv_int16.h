@@ -22,7 +22,7 @@ enum class Meet { WHOLE, FINE, BYTES, TWO_PLANES, THREE_PLANES };
 
 // Sums of products of a k-group's codes with x as 16-bit integers.
 static inline Ints dot_words(const Ints* codes, const int16_t* q) {
-  Ints d = no_ints();
+  Ints d = zero_ints();
   for (int v = 0; v < VECTORS; ++v) d = dot(d, codes[v], load(q + v * 2 * LANES));
   return d;
 }
@@ -80,7 +80,7 @@ static void gemv_int16(const Weight& w, const RoundedRows& x, const Output& out,
         // bits on a busy thread 5.7 and 6.7 GB/s; to L1 alone, 2048 ahead 4.6 and 5.4, 4096 ahead 4.6 and 5.3; none 3.9
         // and 5.2. Two rows of w at once, 8 bits, two quiet cores: 19.8 and 21.5 where one took 20.0 and 22.1.
         constexpr int NEAR = BITS == 8 ? 2048 : 1024, FAR = 4096;
-        for (int line = 0; line < (BITS == 8 ? 2 : 1); ++line) ask_twice(p + 64 * line, NEAR, FAR);
+        for (int line = 0; line < (BITS == 8 ? 2 : 1); ++line) prefetch_twice(p + 64 * line, NEAR, FAR);
         for (int m = 0; m < ROWS; ++m) {
           const int64_t at = ((first + m) * w.k_groups + g) * GROUP;
           const int16_t* q = x.q.data() + at;
@@ -91,7 +91,7 @@ static void gemv_int16(const Weight& w, const RoundedRows& x, const Output& out,
           } else if constexpr (FINE) {
             Floats d = floats(0);
             for (int v = 0; v < VECTORS; ++v) {
-              Ints part = dot(no_ints(), c[v], load(q + v * 2 * LANES));
+              Ints part = dot(zero_ints(), c[v], load(q + v * 2 * LANES));
               d = fma(to_floats(part), part_scales<BITS>(s + g * FINE_PARTS, v), d);
             }
             acc[m] = fma(d, floats(factor[m][g - g0]), acc[m]);
@@ -113,7 +113,7 @@ static void gemv_int16(const Weight& w, const RoundedRows& x, const Output& out,
 // The same of two rows of codes: x is loaded once for both, which compilers take for two operands in memory else
 // (24.8 cycles of the clock a k-group of eight rows, 20.0 so; the products alone take 17.8).
 static inline void dot_words(const Ints (*codes)[VECTORS], const int16_t* q, Ints* d) {
-  d[0] = d[1] = no_ints();
+  d[0] = d[1] = zero_ints();
   for (int v = 0; v < VECTORS; ++v) {
     Ints x = load(q + v * 2 * LANES);
     asm("" : "+v"(x));

@@ -130,7 +130,7 @@ template <int BITS>
 static inline Ints from_middle(const int16_t* x, size_t n) {
   alignas(64) int16_t middle[2 * LANES];
   std::fill(middle, middle + 2 * LANES, (int16_t)-(1 << (BITS - 1)));
-  Ints sum = no_ints();
+  Ints sum = zero_ints();
   for (size_t i = 0; i < n; i += 2 * LANES) sum = dot(sum, load(middle), load(x + i));
   return sum;
 }

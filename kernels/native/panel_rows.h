@@ -25,9 +25,9 @@ static inline __attribute__((always_inline)) void dot_unit(const uint8_t* p, con
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; ++m)
     for (int c = 0; c < CHAINS; ++c)
-      for (int plane = 0; plane < PLANES; ++plane) d[plane][m][c] = no_ints();
+      for (int plane = 0; plane < PLANES; ++plane) d[plane][m][c] = zero_ints();
   for_codes<BITS, UPPER>(p, [&](int u, Ints codes) __attribute__((always_inline)) {
-    if (u < 4 * BITS) ask_twice(p + 64 * u, NEAR, FAR);
+    if (u < 4 * BITS) prefetch_twice(p + 64 * u, NEAR, FAR);
     const int c = CHAINS == 1 ? 0 : BITS == 4 ? u / 16 : u % 2;
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; ++m)

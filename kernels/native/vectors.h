@@ -1,4 +1,4 @@
-// Vectors of the level a build is for: AVX2 (8 floats) or AVX-512 (16), and what values lie as in memory.
+// Vectors of the level a build is for, AVX2 (8 floats) or AVX-512 (16), and element types in memory.
 #pragma once
 #include <immintrin.h>
 
@@ -29,7 +29,7 @@ static inline Ints dot(Ints acc, Ints a, Ints b) {
   return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b));
 #endif
 }
-static inline Ints no_ints() { return _mm512_setzero_si512(); }
+static inline Ints zero_ints() { return _mm512_setzero_si512(); }
 #else
 #define WIDE 0
 using Ints = __m256i;
@@ -52,11 +52,11 @@ static inline Ints load(const int16_t* p) { return _mm256_loadu_si256((const __m
 static inline Ints dot(Ints acc, Ints a, Ints b) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b));
 }
-static inline Ints no_ints() { return _mm256_setzero_si256(); }
+static inline Ints zero_ints() { return _mm256_setzero_si256(); }
 #endif
 
-// Asks for a line of codes to be in L1 when it is `near` bytes on, in L2 when `far`.
-static inline __attribute__((always_inline)) void ask_twice(const uint8_t* line, int64_t near, int64_t far) {
+// Prefetches the line of codes `near` bytes ahead into L1, that `far` bytes ahead into L2.
+static inline __attribute__((always_inline)) void prefetch_twice(const uint8_t* line, int64_t near, int64_t far) {
   _mm_prefetch((const char*)line + near, _MM_HINT_T0);
   _mm_prefetch((const char*)line + far, _MM_HINT_T1);
 }
@@ -107,14 +107,14 @@ static inline void transpose(const __m512i* row, __m512i* column) {
 }
 #endif
 
-// Whether bytes of any value meet in one instruction.
+// Whether one instruction multiplies unsigned bytes by signed ones and adds four products (VNNI).
 #if WIDE && defined(__AVX512VNNI__)
 #define HAS_BYTE_DOT 1
 #else
 #define HAS_BYTE_DOT 0
 #endif
 
-// How a number of an array lies in memory; the same values as `DTYPE_CODES` of library.py.
+// Element types of arrays; the same values as `DTYPE_CODES` of library.py.
 enum Number : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 static inline int64_t size_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 

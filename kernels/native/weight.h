@@ -65,7 +65,7 @@ struct Weight {
     for (int64_t g0 = 0; g0 < grid_size(); g0 += LANES, to += LANES) {
       Ints row[PANEL], column[PANEL];
       for (int64_t g = 0; g < PANEL; ++g)
-        row[g] = g0 + g >= groups ? no_ints() : _mm512_castps_si512(from ? sixteen_floats(from, grid_at(n0, g0 + g), dtype) : floats(none));
+        row[g] = g0 + g >= groups ? zero_ints() : _mm512_castps_si512(from ? sixteen_floats(from, grid_at(n0, g0 + g), dtype) : floats(none));
       transpose(row, column);
       for (int64_t n = 0; n < PANEL; ++n) _mm512_storeu_si512(to + n * grid_size(), column[n]);
     }
@@ -195,7 +195,7 @@ static inline void unpack_bytes(const uint8_t* p, Ints* c) {
 // Sums of products of a k-group's codes with bytes in their order.
 static inline Ints dot_bytes(const Ints* c, const int8_t* x) {
   constexpr int N = GROUP / (4 * LANES);
-  Ints sum = no_ints();
+  Ints sum = zero_ints();
 #if HAS_BYTE_DOT
   for (int v = 0; v < N; ++v) sum = _mm512_dpbusd_epi32(sum, c[v], _mm512_loadu_si512(x + v * 64));
 #elif WIDE

@@ -33,7 +33,7 @@ GROUPS = (128, 64, 32)
 """Weights that may share a scale of integers which layers keep, the usual number first."""
 
 
-class StoredForm(StrEnum):
+class CodesForm(StrEnum):
     """What a quantised linear is stored as."""
 
     INTEGERS = "integers"
@@ -47,12 +47,12 @@ class StoredForm(StrEnum):
     @property
     def is_table(self) -> bool:
         """Whether 4-bit codes stand for the values of a table."""
-        return self in (StoredForm.MXFP4, StoredForm.NVFP4, StoredForm.NF4, StoredForm.FP4)
+        return self in (CodesForm.MXFP4, CodesForm.NVFP4, CodesForm.NF4, CodesForm.FP4)
 
 
 BITSANDBYTES = {
-    StoredForm.NF4: "quant_state.bitsandbytes__nf4",
-    StoredForm.FP4: "quant_state.bitsandbytes__fp4",
+    CodesForm.NF4: "quant_state.bitsandbytes__nf4",
+    CodesForm.FP4: "quant_state.bitsandbytes__fp4",
 }
 """What follows `NAME.weight.` in the name of what says how bitsandbytes quantised a weight."""
 
@@ -99,7 +99,7 @@ class TensorHeaders(Protocol):
         ...
 
 
-def stored_form(stem: str, headers: TensorHeaders) -> StoredForm | None:
+def stored_form(stem: str, headers: TensorHeaders) -> CodesForm | None:
     """Return the form of a linear, by its name without `.weight`; None for floats, or nothing."""
 
     def dtype_of(last: str) -> str:
@@ -112,24 +112,24 @@ def stored_form(stem: str, headers: TensorHeaders) -> StoredForm | None:
             return form
     if weight:
         if weight == "U8" and dtype_of(".weight_scale_2"):
-            return StoredForm.NVFP4
+            return CodesForm.NVFP4
         if weight.startswith("F8"):
-            return StoredForm.FP8
-        return StoredForm.INT8 if dtype_of(".weight_scale") else None
+            return CodesForm.FP8
+        return CodesForm.INT8 if dtype_of(".weight_scale") else None
     if packed == "U8":
-        return StoredForm.NVFP4 if dtype_of(".weight_global_scale") else StoredForm.MXFP4
+        return CodesForm.NVFP4 if dtype_of(".weight_global_scale") else CodesForm.MXFP4
     if packed or dtype_of(".qweight"):
-        return StoredForm.INTEGERS
+        return CodesForm.INTEGERS
     experts = stem.partition("[")[0]
     if headers.header(f"{experts}_blocks") is not None:
-        return StoredForm.MXFP4
+        return CodesForm.MXFP4
     whole = headers.header(experts)
-    return StoredForm.FP8 if whole is not None and whole[0].startswith("F8") else None
+    return CodesForm.FP8 if whole is not None and whole[0].startswith("F8") else None
 
 
 def quantised_linears(
     names: Iterable[str], headers: TensorHeaders
-) -> Iterator[tuple[str, str, StoredForm]]:
+) -> Iterator[tuple[str, str, CodesForm]]:
     """Yield the name of each quantised linear's codes, its stem and its form."""
     for name in names:
         stem, _, last = name.rpartition(".")
@@ -210,7 +210,7 @@ def _groups(headers: TensorHeaders, scales: str, dimension: int) -> int | None:
     return None if found is None else int(found[1][dimension])
 
 
-def state_of(stem: str, held: Collection[str]) -> tuple[StoredForm, str] | None:
+def state_of(stem: str, held: Collection[str]) -> tuple[CodesForm, str] | None:
     """Return bitsandbytes' form of a weight and what its state is called; None of other forms."""
     names = ((form, f"{stem}.weight.{last}") for form, last in BITSANDBYTES.items())
     return next((found for found in names if found[1] in held), None)

@@ -22,6 +22,7 @@ What a user got wrong is a `ValueError`; `run_command` makes sentence and exit c
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import select
@@ -30,7 +31,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 from llmpq.checkpoints.hub import at_revision
 from llmpq.commands.interrupts import Interrupts
@@ -483,6 +484,29 @@ def refuse_without_effect(given: Mapping[str, bool], otherwise: str, remedy: str
         verb, them = ("has", idle[0]) if len(idle) == 1 else ("have", "them")
         raise ValueError(
             f"{', '.join(idle)} {verb} no effect {otherwise}: {remedy}, or leave {them} out"
+        )
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word after a program's name: its flags, the options they become, what does its work."""
+
+    parser: Callable[[], CommandParser]
+    options: type[Any]
+    module: str
+    """Imported once the flags are read: torch, Ray and solvers take seconds."""
+    function: str = "main"
+    extras: tuple[str, ...] = ("run",)
+    """Of pyproject.toml: what the command needs installed."""
+
+    def read(self, words: Sequence[str]) -> Any:
+        """Return the options that words become; `ValueError` for what they cannot be."""
+        return self.parser().read_as(self.options, words)
+
+    def work(self) -> Callable[..., Any]:
+        """Return what does the command's work, imported here."""
+        return cast(
+            Callable[..., Any], getattr(importlib.import_module(self.module), self.function)
         )
 
 

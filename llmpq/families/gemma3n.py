@@ -16,8 +16,7 @@ from typing import Any
 from llmpq.families import gemma, gemma4
 from llmpq.families.common.config_values import Config, flag, size
 from llmpq.families.common.record import linear_names, norm_names
-from llmpq.families.common.rope import window_theta
-from llmpq.families.common.rotary_families import alternating, layer_kinds, rotary_fields, windows
+from llmpq.families.common.rotary_families import alternating, layer_kinds, rotary_fields
 from llmpq.families.common.spec_values import AltUp
 
 FULL_EVERY = 5
@@ -28,25 +27,15 @@ MOST_STREAMS = 16
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
     base = rotary_fields(config, activation="gelu_tanh", ffn_key="hidden_size")
-    count, bias = base["num_layers"], flag(config, "attention_bias")
+    count = base["num_layers"]
     kinds = layer_kinds(config, alternating(config, FULL_EVERY))
     shared = gemma4.shared_layers(config)
     config.get("altup_coef_clip")  # of training
     widths = _widths(config, count)
     return {
-        **base,
+        **gemma4.attention_fields(config, base, kinds),
         "ffn": max(widths),
         "ffns": widths if len(set(widths)) > 1 else (),
-        "qkv_bias": bias,
-        "o_bias": bias or None,
-        "norm_order": "both",
-        "qk_norm": True,
-        "value_norm": True,
-        "score_factor": 1.0,
-        "windows": windows(config, kinds),
-        "window_rope_theta": window_theta(config, beside="rope_local_base_freq"),
-        "embedding_factor": base["hidden"] ** 0.5,
-        "logit_cap": gemma.cap(config, "final_logit_softcapping"),
         "gate_sparsities": _sparsities(config, count),
         "altup": _altup(config),
         **gemma4.sharing(kinds, shared),

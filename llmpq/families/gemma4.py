@@ -47,22 +47,11 @@ def fields(config: Config) -> dict[str, Any]:
     if bidirectional != "vision":  # of pictures alone
         expect(config, "use_bidirectional_attention", None, default=None)
     base = rotary_fields(config, activation="gelu_tanh")
-    bias = flag(config, "attention_bias")
     kinds = [*layer_kinds(config, alternating(config, FULL_EVERY))]
     kinds[-1] = FULL
     shared = shared_layers(config)
     found = {
-        **base,
-        "qkv_bias": bias,
-        "o_bias": bias or None,
-        "norm_order": "both",
-        "qk_norm": True,
-        "value_norm": True,
-        "score_factor": 1.0,
-        "windows": windows(config, kinds),
-        "window_rope_theta": window_theta(config, beside="rope_local_base_freq"),
-        "embedding_factor": base["hidden"] ** 0.5,
-        "logit_cap": gemma.cap(config, "final_logit_softcapping"),
+        **attention_fields(config, base, kinds),
         "layer_scalar": True,
         **_global_heads(config, kinds, base["kv_heads"]),
         **sharing(kinds, shared),
@@ -74,6 +63,24 @@ def fields(config: Config) -> dict[str, Any]:
         first = len(kinds) - shared
         found["ffns"] = tuple(ffn if i < first else 2 * ffn for i in range(len(kinds)))
     return {**found, **_mixture(config, ffn)}
+
+
+def attention_fields(config: Config, base: dict[str, Any], kinds: list[str]) -> dict[str, Any]:
+    """Return `base` with the norms, the windows and the scales that Gemma 3n has, too."""
+    bias = flag(config, "attention_bias")
+    return {
+        **base,
+        "qkv_bias": bias,
+        "o_bias": bias or None,
+        "norm_order": "both",
+        "qk_norm": True,
+        "value_norm": True,
+        "score_factor": 1.0,
+        "windows": windows(config, kinds),
+        "window_rope_theta": window_theta(config, beside="rope_local_base_freq"),
+        "embedding_factor": base["hidden"] ** 0.5,
+        "logit_cap": gemma.cap(config, "final_logit_softcapping"),
+    }
 
 
 def _global_heads(config: Config, kinds: list[str], kv_heads: int) -> dict[str, Any]:

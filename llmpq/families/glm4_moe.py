@@ -13,17 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.common.config_values import Config, flag, number, size
+from llmpq.families.common.config_values import Config, flag, size
 from llmpq.families.common.mixture_config import (
     counts,
     dense_fields,
     expert_names,
     first_layers,
-    groups,
+    sigmoid_router,
 )
 from llmpq.families.common.record import LAYER_MTP
 from llmpq.families.common.rotary_families import rotary_fields
-from llmpq.families.common.spec_values import Router
 
 
 def fields(config: Config) -> dict[str, Any]:
@@ -44,20 +43,11 @@ def mixture(config: Config, ffn: int, dense: tuple[int, ...] | None = None) -> d
     """
     found = counts(config, "n_routed_experts", "num_local_experts", "num_experts")
     wide = size(config, "moe_intermediate_size")
-    number_of, kept = groups(config, found["experts"])
     return {
         **found,
         "ffn": wide,
         "shared_ffn": wide * size(config, "n_shared_experts"),
-        "router": Router(
-            score="sigmoid",
-            normalise=flag(config, "norm_topk_prob"),
-            scale=number(config, "routed_scaling_factor"),
-            group_score="top2",
-            correction=True,
-            groups=number_of,
-            groups_kept=kept,
-        ),
+        "router": sigmoid_router(config, found["experts"]),
         **(first_layers(config, ffn) if dense is None else dense_fields(dense, ffn)),
     }
 

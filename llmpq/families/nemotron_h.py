@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.common.config_values import Config, epsilon, expect, flag, number, size
-from llmpq.families.common.mixture_config import counts, groups
+from llmpq.families.common.config_values import Config, epsilon, expect, flag, size
+from llmpq.families.common.mixture_config import counts, sigmoid_router
 from llmpq.families.common.record import linear_names
 from llmpq.families.common.recurrent_config import mixer_names
-from llmpq.families.common.spec_values import Mixer, Recurrent, Router
+from llmpq.families.common.spec_values import Mixer, Recurrent
 
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 MIXERS: dict[str, Mixer] = {
@@ -114,22 +114,13 @@ def _mixture(config: Config, kinds: list[str], ffn: int) -> dict[str, Any]:
     found = counts(config, "n_routed_experts", "num_local_experts")
     expect(config, "mlp_bias", False, default=False)  # of all matrices but the experts'
     expect(config, "n_shared_experts", 1, default=1)
-    number_of, kept = groups(config, found["experts"])
     dense = tuple(i for i, kind in enumerate(kinds) if kind == "mlp")
     return {
         **found,
         "ffn": size(config, "moe_intermediate_size"),
         "shared_ffn": size(config, "moe_shared_expert_intermediate_size"),
         "latent_experts": size(config, "moe_latent_size", default=0),
-        "router": Router(
-            score="sigmoid",
-            normalise=flag(config, "norm_topk_prob"),
-            scale=number(config, "routed_scaling_factor"),
-            group_score="top2",
-            correction=True,
-            groups=number_of,
-            groups_kept=kept,
-        ),
+        "router": sigmoid_router(config, found["experts"]),
         **({"dense_layers": dense, "dense_ffn": ffn} if dense else {}),
     }
 

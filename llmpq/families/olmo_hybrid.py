@@ -15,9 +15,8 @@ from typing import Any
 from llmpq.families import llama, olmo2
 from llmpq.families.common.config_values import Config, expect, flag, section, size
 from llmpq.families.common.record import norm_names
-from llmpq.families.common.recurrent_config import mixer_names, mixers
+from llmpq.families.common.recurrent_config import gated_delta, mixer_names, mixers
 from llmpq.families.common.rotary_families import rotary_fields
-from llmpq.families.common.spec_values import Recurrent
 
 ATTENTION_EVERY = 4
 GATED_NORM_EPS = 1e-5
@@ -48,15 +47,10 @@ def fields(config: Config) -> dict[str, Any]:
         "qk_norm": True,
         "qk_norm_whole": True,
         "mixers": mixers(config, _kinds(base["num_layers"]), recurrent={"linear_attention"}),
-        "recurrent": Recurrent(
-            kind="gated_delta",
-            taps=size(config, "linear_conv_kernel_dim"),
-            channels=2 * key_heads * key_dim + heads * value_dim,
-            heads=heads,
-            key_heads=key_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            norm_first=True,
+        "recurrent": replace(
+            gated_delta(
+                config, heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim
+            ),
             norm_eps=GATED_NORM_EPS,
             beta_factor=2.0 if flag(config, "linear_allow_neg_eigval") else 1.0,
         ),

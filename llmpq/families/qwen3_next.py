@@ -17,9 +17,9 @@ from llmpq.families import llama, qwen3_moe
 from llmpq.families.common.config_values import Config, flag, size
 from llmpq.families.common.mixture_config import counts, expert_names
 from llmpq.families.common.record import ABOVE_ONE, MODULE_MTP, Arrange, linear_names
-from llmpq.families.common.recurrent_config import mixer_names, mixers
+from llmpq.families.common.recurrent_config import gated_delta, mixer_names, mixers
 from llmpq.families.common.rotary_families import rotary_fields
-from llmpq.families.common.spec_values import Recurrent, Router
+from llmpq.families.common.spec_values import Router
 
 _ATTENTION_EVERY = 4
 
@@ -44,15 +44,8 @@ def hybrid_fields(config: Config) -> dict[str, Any]:
         "o_bias": bias or None,
         "attention_gate": True,
         "mixers": mixers(config, default, recurrent={"linear_attention"}),
-        "recurrent": Recurrent(
-            kind="gated_delta",
-            taps=size(config, "linear_conv_kernel_dim"),
-            channels=2 * key_heads * key_dim + heads * value_dim,
-            heads=heads,
-            key_heads=key_heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            norm_first=True,
+        "recurrent": gated_delta(
+            config, heads=heads, key_heads=key_heads, key_dim=key_dim, value_dim=value_dim
         ),
     }
 

@@ -26,7 +26,6 @@ READ_GGUF = ("ollama", "lm-studio", "lmstudio", "koboldcpp", "gguf", "jan")
 """Programs that have no command of their own to write, and run what is made for llama.cpp."""
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
-COMMANDS = ("plan", "fits", "simulate", "costs", "check", "verify", "export", "devices", "models")
 CPU_ACTIVATIONS = (
     "on CPUs, inputs of 3-, 4- and 8-bit weights: exact (16 bits, the default) or rounded to int8"
 )

@@ -31,7 +31,7 @@ from llmpq.checkpoints.quantization_config import (
     is_kept_block,
     quantization_of,
 )
-from llmpq.checkpoints.stored_forms import StoredForm, integer_codes, stored_form
+from llmpq.checkpoints.stored_forms import CodesForm, integer_codes, stored_form
 from llmpq.families import FAMILIES
 from llmpq.families.common.record import AS_IT_IS
 from llmpq.models.model_spec import LinearShape, ModelSpec
@@ -326,8 +326,8 @@ class _Directory:
         form = forms.pop() if len(forms) == 1 else None
         if form is None or not form.is_table:
             return None
-        if form in (StoredForm.MXFP4, StoredForm.NVFP4):
-            group = MXFP4_GROUP if form is StoredForm.MXFP4 else NVFP4_GROUP
+        if form in (CodesForm.MXFP4, CodesForm.NVFP4):
+            group = MXFP4_GROUP if form is CodesForm.MXFP4 else NVFP4_GROUP
             return _table(form.value, linear, group)
         headers = [self._headers.header(f"{stem}.weight.absmax") for stem in stems]
         blocks = sum(prod(header[1]) for header in headers if header is not None)
@@ -335,7 +335,7 @@ class _Directory:
 
     def _integers(self, linear: LinearShape, stems: Sequence[str]) -> OwnCodes | None:
         """Return integers in groups that kernels take."""
-        if any(stored_form(stem, self._headers) is not StoredForm.INTEGERS for stem in stems):
+        if any(stored_form(stem, self._headers) is not CodesForm.INTEGERS for stem in stems):
             return None
         found = [integer_codes(stem, self._headers, self._described) for stem in stems]
         forms = {(codes.bits, codes.group_size) for codes in found}

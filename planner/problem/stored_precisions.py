@@ -52,7 +52,7 @@ from llmpq.checkpoints.stored_forms import (
     GROUPS,
     PACKED,
     QWEIGHT,
-    StoredForm,
+    CodesForm,
     integer_codes,
     quantised_linears,
     stored_form,
@@ -239,7 +239,7 @@ def small_groups(source: Source, spec: ModelSpec) -> Quantization | None:
     headers = headers_of(source, spec)
     sizes, has_zeros = set(), False
     for name, stem, form in quantised_linears(headers.file_of, headers):
-        if form is StoredForm.INTEGERS and LAYER.search(name):
+        if form is CodesForm.INTEGERS and LAYER.search(name):
             sizes.add(integer_codes(stem, headers, described).group_size)
             has_zeros |= f"{stem}.weight_zero_point" in headers.file_of
     size = sizes.pop() if len(sizes) == 1 else None
@@ -361,10 +361,10 @@ def _precision(
     if kind not in ("weight", PACKED.codes, QWEIGHT.codes):
         return None
     form = stored_form(stem, headers)
-    if form is StoredForm.INT8:
+    if form is CodesForm.INT8:
         _require_int8(name, headers.file_of[name].tensors[name]["dtype"])
         return Precision.W8A8
-    if form is not StoredForm.INTEGERS:  # floats, or of `_own_codes`
+    if form is not CodesForm.INTEGERS:  # floats, or of `_own_codes`
         return None
     codes = integer_codes(stem, headers, described)
     if codes.is_ordered:

@@ -117,8 +117,8 @@ def tune(job: TuneJob) -> list[TunedProduct]:
         for f in found
         if f.config is not None
     }
-    place, now = learned.place_of(device), datetime.datetime.now(datetime.UTC)
-    path = learned.write(place, won, now=now) if won else place.path
+    key, now = learned.card_key(device), datetime.datetime.now(datetime.UTC)
+    path = learned.write(key, won, now=now) if won else key.path
     kept = f", kept in '{path}'" if won else ""
     rest_text = f"; no time was left for {late}: give more --seconds" if late else ""
     _log.info("%d of %d products run faster%s%s", len(won), len(found), kept, rest_text)

@@ -8,35 +8,18 @@ Every failure ends with one sentence on stderr and the exit code of its outcome.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from llmpq.commands.command_line import CommandParser, run_command
+from llmpq.commands.command_line import Command, run_command
 from llmpq.errors import unknown_name
 from llmpq.runtime.cli import tool_flags
 from llmpq.runtime.cli.chat_flags import ChatOptions, chat_parser
 from llmpq.runtime.cli.run_flags import RunOptions, run_parser
 from llmpq.runtime.cli.serve_flags import ServeOptions, serve_parser
 from llmpq.runtime.options.engine_options import as_flags
-
-
-@dataclass(frozen=True)
-class Command:
-    """One word after `llmpq-dist`: its flags, the options they become, what is done with them."""
-
-    parser: Callable[[], CommandParser]
-    options: type
-    module: str
-    """Imported once the flags are read: torch and Ray take seconds."""
-    function: str = "main"
-    extras: tuple[str, ...] = ("run",)
-    """Of pyproject.toml: what the command needs installed."""
-
 
 COMMANDS = {
     "run": Command(run_parser, RunOptions, "llmpq.runtime.cli.run"),
@@ -111,8 +94,7 @@ def _dispatch(name: str, words: Sequence[str]) -> int:
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
     command = COMMANDS[name]
-    options: Any = command.parser().read_as(command.options, words)
-    function = getattr(importlib.import_module(command.module), command.function)
+    options, function = command.read(words), command.work()
     if name == "convert":
         return int(function(options.source, options.target))
     return int(function(options))

@@ -28,13 +28,12 @@ from llmpq.plans.topology import Topology
 from llmpq.runtime.entrypoints.llm import LLM
 from llmpq.runtime.entrypoints.prompt_answerer import PromptAnswerer, all_answers
 from llmpq.runtime.launch.choose_launcher import choose_backend
-from llmpq.runtime.launch.request_record import RequestOutputDelta
 from llmpq.runtime.launch.stages.stage_place import StagePlace
 from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.runtime.report.job_report import EngineResult, JobReport, engines_report
 from llmpq.runtime.report.live_numbers import JobSamples
 from llmpq.runtime.requests.request import Progress
-from llmpq.runtime.requests.request_output import RequestOutput
+from llmpq.runtime.requests.request_output import RequestOutput, RequestOutputDelta
 from llmpq.runtime.requests.sampling_params import SamplingParams
 from llmpq.runtime.steps.trace import write_chrome_trace
 from llmpq.runtime.text.request_factory import PreparedPrompt, Prompt, listed

@@ -47,7 +47,6 @@ from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.plans.plan_choice import choose_plan
 from llmpq.runtime.launch.plans.pool_plan import request_limits
 from llmpq.runtime.launch.recovery import Recovery
-from llmpq.runtime.launch.request_record import RequestOutputDelta
 from llmpq.runtime.launch.stages.stage_place import StagePlace
 from llmpq.runtime.options.engine_options import Deadlines, EngineOptions
 from llmpq.runtime.options.stage_settings import StageSettings
@@ -63,7 +62,12 @@ from llmpq.runtime.report.job_report import JobReport, JobResult, build_report
 from llmpq.runtime.report.live_numbers import JobSamples
 from llmpq.runtime.report.progress import LoadBar
 from llmpq.runtime.requests.request import Progress
-from llmpq.runtime.requests.request_output import CompletionOutput, Logprob, RequestOutput
+from llmpq.runtime.requests.request_output import (
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    RequestOutputDelta,
+)
 from llmpq.runtime.requests.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.runtime.steps.trace import (
     MAX_EVENTS,

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from llmpq.errors import RequestFailedError
 from llmpq.runtime.requests.request import Finished, Request
+from llmpq.runtime.requests.request_output import RequestOutputDelta
 from llmpq.runtime.requests.token_rules import LogprobOutput, TokenScores
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestOutputDelta:
-    """The new output of one request: tokens, its end, or the error that ended the engine."""
-
-    id: int
-    tokens: Sequence[int] = ()
-    finished: Finished | None = None
-    noted: LogprobOutput | None = None
-    """Logprobs of those tokens, where they were asked for."""
-    error: BaseException | None = None
-    """What ended the engine; beside `finished`, what ended this request alone."""
-    heard_s: float = 0.0
-    """When it was read from the stages, by `time.perf_counter`; 0 for errors."""
-
 
 Listener = Callable[[RequestOutputDelta], None]
 """Called in the engine's thread; it may not wait."""

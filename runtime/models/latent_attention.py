@@ -148,7 +148,7 @@ class LatentAttention(nn.Module):
         plain, rope = q.split([self.latent.nope_dim, self.latent.rope_dim], dim=-1)
         absorbed_BQHL = torch.einsum("bqhn,hnl->bqhl", plain, self._halves()[0])
         made = torch.cat((absorbed_BQHL, self._rotated(rope, step)), dim=-1)
-        if self.growth is None or not self.growth.met(step.max_end):
+        if self.growth is None or not self.growth.applies_to(step.max_end):
             return made
         return made.mul_(query_factors(step, self.growth, made.dtype))
 

@@ -98,7 +98,7 @@ class Attention(nn.Module):
 
     def grows(self, step: Step) -> bool:
         """Whether queries of a step grow with their position."""
-        return self.growth is not None and self.growth.met(step.max_end)
+        return self.growth is not None and self.growth.applies_to(step.max_end)
 
     def grown(self, q_BQHD: Tensor, step: Step) -> Tensor:
         """Return queries as their positions make them, where they grow with those."""

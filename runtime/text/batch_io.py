@@ -85,7 +85,7 @@ def _refuse_duplicates(rows: Sequence[BatchRow], numbers: Sequence[int]) -> list
 def require_no_answers(path: str | Path) -> None:
     """`ValueError` for an output file with anything but failed rows: it would be lost."""
     num_lines = 0
-    for file in (Path(path), beside(path)):
+    for file in (Path(path), side_file(path)):
         if file.is_file():
             with file.open("rb") as lines:
                 num_lines += sum(bool(line.strip()) and not _has_failed(line) for line in lines)
@@ -97,7 +97,7 @@ def require_no_answers(path: str | Path) -> None:
         )
 
 
-def beside(path: str | Path, what: Literal["held", "begun"] = "held") -> Path:
+def side_file(path: str | Path, what: Literal["held", "begun"] = "held") -> Path:
     """Return the file of the rows that wait for one ahead of them, or of answers begun."""
     resolved = Path(path).resolve()
     return resolved.with_name(f"{resolved.name}.{what}")
@@ -136,7 +136,7 @@ def finished_lines(
         for row in rows
         if row.form in ("completion", "chat") and row.error is None
     }
-    for number, raw, may_be_torn in (*_lines_of(Path(path)), *_lines_of(beside(path))):
+    for number, raw, may_be_torn in (*_lines_of(Path(path)), *_lines_of(side_file(path))):
         try:
             line = raw.decode("utf-8")
             data = json.loads(line)
@@ -211,7 +211,7 @@ class OrderedWriter:
         self._held: dict[int, Mapping[str, Any]] = dict(self._done)
         self._next = 0
         self._begun = False
-        self._beside = beside(self._path)
+        self._beside = side_file(self._path)
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,10 +12,15 @@ from threading import Lock
 from typing import Any, Protocol
 
 from llmpq.models.model_spec import ModelSpec
-from llmpq.runtime.launch.request_record import RequestOutputDelta
 from llmpq.runtime.requests.guides import GrammarCompiler, Newest
 from llmpq.runtime.requests.request import Finished, Request, too_long
-from llmpq.runtime.requests.request_output import NO_ROOM, CompletionOutput, Logprob, RequestOutput
+from llmpq.runtime.requests.request_output import (
+    NO_ROOM,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    RequestOutputDelta,
+)
 from llmpq.runtime.requests.sampling_params import SamplingParams, token_list, whole_number
 from llmpq.runtime.requests.token_rules import (
     Guide,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.file_form import replace_text
-from llmpq.runtime.text.batch_io import beside, require_alike
+from llmpq.runtime.text.batch_io import require_alike, side_file
 from llmpq.runtime.text.batch_rows import MADE_WITH, PROMPT_HASH, BatchRow, prompt_hash
 
 EVERY_S = 2.0
@@ -42,7 +42,7 @@ class TokenJournal:
         begun: Mapping[int, Sequence[int]],
     ) -> None:
         """`made_with`: of a row that an engine answers. `begun`: tokens that answers go on from."""
-        self._path = beside(output, "begun")
+        self._path = side_file(output, "begun")
         self._rows, self._made_with = rows, made_with
         self._begun = begun
         self._written = {index: len(tokens) for index, tokens in begun.items()}
@@ -133,7 +133,7 @@ def begun_answers(
     `made` returns what a row's answer is made with now, by any of the engines. `ValueError` if
     tokens are of another input, or made with another model, precision or sampling.
     """
-    path = beside(output, "begun")
+    path = side_file(output, "begun")
     found: dict[int, list[int]] = {}
     if not path.is_file():
         return found

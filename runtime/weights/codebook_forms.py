@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.checkpoints.stored_forms import BITSANDBYTES, StoredForm, state_of
+from llmpq.checkpoints.stored_forms import BITSANDBYTES, CodesForm, state_of
 from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook, scale_values
 from llmpq.kernels.weights.codebook_weight import CodebookWeight, of_pairs
 from llmpq.kernels.weights.fp8_weight import in_range
@@ -29,7 +29,7 @@ from llmpq.runtime.weights.sources import ROW
 
 Read = Callable[[str], Tensor]
 """A tensor of the checkpoint by its own name."""
-CODEBOOKS = {StoredForm.NF4: Codebook.NF4, StoredForm.FP4: Codebook.FP4}
+CODEBOOKS = {CodesForm.NF4: Codebook.NF4, CodesForm.FP4: Codebook.FP4}
 """Of bitsandbytes' forms."""
 BESIDE = (*BITSANDBYTES.values(), "absmax", "quant_map", "nested_absmax", "nested_quant_map")
 """What may stand behind `NAME.weight.`"""
@@ -46,7 +46,7 @@ def is_bitsandbytes(name: str, expected: Collection[str]) -> bool:
 
 def stored_codebook(
     name: str,
-    form: StoredForm | None,
+    form: CodesForm | None,
     held: Mapping[str, str],
     readers: tuple[Read, Callable[[str, int], Tensor]],
     dtype: torch.dtype,

@@ -42,8 +42,8 @@ from llmpq.checkpoints.quantization_config import (
     require_read,
 )
 from llmpq.checkpoints.stored_forms import (
+    CodesForm,
     IntegerCodes,
-    StoredForm,
     integer_codes,
     integer_fields,
     quantised_linears,
@@ -282,7 +282,7 @@ class QuantizedCheckpoint(CheckpointSource):
         found: dict[int, str] = {}
         for name, stem, form in quantised_linears(self.file_of, self):
             number = LAYER.search(name)
-            if number is not None and form is StoredForm.INTEGERS:
+            if number is not None and form is CodesForm.INTEGERS:
                 found.setdefault(int(number[1]), stem)
         return found
 
@@ -313,9 +313,9 @@ class QuantizedCheckpoint(CheckpointSource):
     def _is_packed(self, stem: str) -> bool:
         """Whether a linear's codes are kept as they are."""
         form = stored_form(stem, self)
-        if form is StoredForm.INTEGERS:
+        if form is CodesForm.INTEGERS:
             return self._keeps(stem)
-        return form is StoredForm.INT8
+        return form is CodesForm.INT8
 
     def read(self, name: str, dtypes: Collection[torch.dtype] | None = None) -> Tensor:
         """Return one tensor by its own name; values where it is stored as codes of those."""
@@ -325,7 +325,7 @@ class QuantizedCheckpoint(CheckpointSource):
             return whole.t() if row["transposed"] else whole
         stem, _, last = name.removesuffix(TRANSPOSED).rpartition(".")
         form = stored_form(stem, self) if last == "weight" else None
-        if form is StoredForm.FP8:
+        if form is CodesForm.FP8:
             return self._fp8_values(stem)
         codes = form is not None and not self._is_packed(stem)
         name = name.removesuffix(TRANSPOSED) if codes else name  # are [N, K] anyway

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmpq.commands.command_line import CommandParser
-from llmpq.planner.__main__ import PARSERS
+from llmpq.planner.__main__ import COMMANDS as PLANNER
 from llmpq.profiler.cli.flags import quantize_parser
 from llmpq.runtime.cli.main import COMMANDS
 
@@ -26,13 +26,13 @@ def parser_of(line: str) -> tuple[CommandParser, list[str]]:
     """Return the parser of a command line, and its other words."""
     program, *words = shlex.split(line)
     parsers: dict[str, Callable[[], CommandParser]] = {
-        "llmpq-algo": PARSERS["plan"][0],
+        "llmpq-algo": PLANNER["plan"].parser,
         "llmpq-dist": COMMANDS["run"].parser,
         "llmpq-quantize": quantize_parser,
     }
     found = parsers[program]
-    if program == "llmpq-algo" and words[0] in PARSERS:
-        found = PARSERS[words.pop(0)][0]
+    if program == "llmpq-algo" and words[0] in PLANNER:
+        found = PLANNER[words.pop(0)].parser
     elif program == "llmpq-dist" and words[0] in COMMANDS:
         found = COMMANDS[words.pop(0)].parser
     return found(), words

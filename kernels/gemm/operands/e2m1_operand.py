@@ -294,7 +294,7 @@ def _times(
 
 @triton.jit
 def own_sum(t, INTERPRET: tl.constexpr):
-    """t, and no compiler knows that it is."""
+    """Return t behind an instruction that compilers neither fuse nor reorder sums across."""
     if INTERPRET:
         return t
     else:

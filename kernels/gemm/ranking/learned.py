@@ -70,7 +70,7 @@ class LearnedTable(FileForm):
 
 
 @dataclass(frozen=True)
-class Place:
+class CardKey:
     """A card with its driver and the version of the kernels."""
 
     card: str
@@ -85,11 +85,11 @@ class Place:
         return base / "llmpq" / "products" / f"{name}.json"
 
 
-def place_of(device: torch.device) -> Place:
-    """Return a CUDA device's place."""
+def card_key(device: torch.device) -> CardKey:
+    """Return what a CUDA device's table is for."""
     p = torch.cuda.get_device_properties(device)
     card = f"{p.name} sm_{p.major}{p.minor} {p.multi_processor_count}"
-    return Place(card, driver_version(), kernels_version())
+    return CardKey(card, driver_version(), kernels_version())
 
 
 def driver_version() -> str:
@@ -112,9 +112,9 @@ def kernels_version() -> str:
     return digest.hexdigest()[:12]
 
 
-def read(place: Place, *, now: datetime.datetime) -> tuple[dict[Product, Config], str]:
-    """Return a place's configurations and a sentence about them, "" where there is no file."""
-    path = place.path
+def read(key: CardKey, *, now: datetime.datetime) -> tuple[dict[Product, Config], str]:
+    """Return the configurations for a card and a sentence about them, "" where there is no file."""
+    path = key.path
     if not path.is_file():
         return {}, ""
     again = "products are chosen untuned; llmpq-profile tune measures them again"
@@ -124,33 +124,31 @@ def read(place: Place, *, now: datetime.datetime) -> tuple[dict[Product, Config]
     except ValueError as error:
         return {}, f"'{path}' is not used: {error}; {again}"
     other = [
-        what
-        for what in ("card", "driver", "kernels")
-        if getattr(table, what) != getattr(place, what)
+        what for what in ("card", "driver", "kernels") if getattr(table, what) != getattr(key, what)
     ]
     if other:
         return {}, f"'{path}' is not used: it was made with another {', '.join(other)}; {again}"
     age = age_text(now - table.made)
     return (
         configs,
-        f"{len(configs)} products run as tuned {age} ago on this {place.card} ('{path}')",
+        f"{len(configs)} products run as tuned {age} ago on this {key.card} ('{path}')",
     )
 
 
-def write(place: Place, entries: Mapping[Product, LearnedEntry], *, now: datetime.datetime) -> Path:
-    """Add entries to a place's table, in place of those of the same products; returns the file."""
+def write(key: CardKey, entries: Mapping[Product, LearnedEntry], *, now: datetime.datetime) -> Path:
+    """Add entries to a card's table, which replace those of the same products; returns the file."""
     kept: dict[Product, LearnedEntry] = {}
-    if read(place, now=now)[0]:
-        kept = {entry.product: entry for entry in LearnedTable.load_json(place.path).entries}
+    if read(key, now=now)[0]:
+        kept = {entry.product: entry for entry in LearnedTable.load_json(key.path).entries}
     table = LearnedTable(
-        card=place.card,
-        driver=place.driver,
-        kernels=place.kernels,
+        card=key.card,
+        driver=key.driver,
+        kernels=key.kernels,
         made=now,
         entries=tuple((kept | dict(entries)).values()),
     )
-    table.save_json(place.path)
-    return place.path
+    table.save_json(key.path)
+    return key.path
 
 
 def age_text(age: datetime.timedelta) -> str:
@@ -166,7 +164,7 @@ def age_text(age: datetime.timedelta) -> str:
 @functools.cache
 def learned(device: torch.device) -> dict[Product, Config]:
     """Return what was found on a device's card before, and log how old it is."""
-    configs, note = read(place_of(device), now=datetime.datetime.now(datetime.UTC))
+    configs, note = read(card_key(device), now=datetime.datetime.now(datetime.UTC))
     if note:
         (_log.info if configs else _log.warning)("%s", note)
     return configs

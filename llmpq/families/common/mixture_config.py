@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from llmpq.families.common.config_values import Config, size
+from llmpq.families.common.config_values import Config, flag, number, size
 from llmpq.families.common.record import linear_names
+from llmpq.families.common.spec_values import Router
 
 
 def counts(config: Config, *keys: str, per_token: tuple[str, ...] = ()) -> dict[str, int]:
@@ -49,6 +50,20 @@ def groups(config: Config, experts: int) -> tuple[int, int]:
             "are kept; expected equal groups, and at most all of them kept"
         )
     return found, kept
+
+
+def sigmoid_router(config: Config, experts: int) -> Router:
+    """Return the router of DeepSeek-V3's form: sigmoids, a correction for the choice, groups."""
+    number_of, kept = groups(config, experts)
+    return Router(
+        score="sigmoid",
+        normalise=flag(config, "norm_topk_prob"),
+        scale=number(config, "routed_scaling_factor"),
+        group_score="top2",
+        correction=True,
+        groups=number_of,
+        groups_kept=kept,
+    )
 
 
 def expert_names(mlp: str, *, shared: bool = False) -> dict[str, tuple[str, ...]]:

@@ -44,6 +44,22 @@ def mixers(
     return tuple("recurrent" if kind in recurrent else "attention" for kind in kinds)
 
 
+def gated_delta(
+    config: Config, *, heads: int, key_heads: int, key_dim: int, value_dim: int
+) -> Recurrent:
+    """Return the form of layers of the gated delta rule, normalised before they are gated."""
+    return Recurrent(
+        kind="gated_delta",
+        taps=size(config, "linear_conv_kernel_dim"),
+        channels=2 * key_heads * key_dim + heads * value_dim,
+        heads=heads,
+        key_heads=key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        norm_first=True,
+    )
+
+
 def mamba2(config: Config, inner: int | None = None) -> Recurrent:
     """Return the form of Mamba-2 layers by the keys `mamba_...`; `inner`: channels of its output.
 

@@ -103,14 +103,14 @@ class AltUp:
     active: int
     """The one."""
     scaled: bool
-    """It is multiplied by a vector before it meets the layer's own input."""
+    """It is multiplied by a vector before the layer's own input is added."""
     laurel_rank: int
     """Rows of the small matrix of LAuReL, a residual beside attention's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryGrowth:
-    """Queries that grow with position: times 1 + beta log(1 + floor((p + ahead) / length))."""
+    """Queries scaled up with position: times 1 + beta log(1 + floor((p + ahead) / length))."""
 
     beta: float
     length: int
@@ -119,7 +119,7 @@ class QueryGrowth:
     unturned_only: bool = False
     """Only on layers whose queries and keys have no rotary positions."""
 
-    def met(self, max_len: int) -> bool:
+    def applies_to(self, max_len: int) -> bool:
         """Whether a request of so many tokens has a query that grows."""
         return max_len - 1 + self.ahead >= self.length
 
@@ -143,7 +143,7 @@ class Latent:
 
     @property
     def dim(self) -> int:
-        """Channels that a token caches, and that queries meet."""
+        """Channels that a token caches, and that queries are scored against."""
         return self.kv_rank + self.rope_dim
 
     @property

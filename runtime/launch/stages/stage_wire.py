@@ -58,7 +58,7 @@ def read_answer(method: str, data: Any) -> Any:
     return data if read is None else read(data)
 
 
-def _read_news(data: Mapping[str, Any]) -> EngineOutputs:
+def _read_outputs(data: Mapping[str, Any]) -> EngineOutputs:
     return EngineOutputs(
         finished=[Finished(**row) for row in data["finished"]],
         tokens={int(key): tokens for key, tokens in data["tokens"].items()},
@@ -70,7 +70,7 @@ _VALUES: Mapping[str, Callable[[Any], Any]] = {
     "identity": lambda data: StagePlace(**data),
     "load": lambda data: LoadReport(**data),
     "noted": lambda data: {number: LogprobOutput.from_data(noted) for number, noted in data},
-    "poll": _read_news,
+    "poll": _read_outputs,
     "record": StageRecord.from_data,
 }
 """Method -> what reads its answer; the others answer with plain data."""

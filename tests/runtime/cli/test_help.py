@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from llmpq.planner.cli.arguments import COMMANDS as PLANNER
+from llmpq.planner.__main__ import COMMANDS as PLANNER
 from llmpq.profiler.__main__ import COMMANDS as PROFILER
 from llmpq.runtime.cli.main import COMMANDS as DIST
 from llmpq.version import __version__

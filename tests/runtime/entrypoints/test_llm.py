@@ -342,7 +342,7 @@ def test_answers_tell_what_was_cached_and_deadlines_end_them(one):
 
 @pytest.mark.cpu
 def test_transformers_is_imported_once_it_is_open(demo_model, monkeypatch):
-    """Else the caller's own import beside it gets half a module."""
+    """Else the caller's own import side_file it gets half a module."""
     read = []
 
     def slowly(directory, **options):

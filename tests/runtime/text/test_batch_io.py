@@ -15,10 +15,10 @@ from llmpq.runtime.requests.request_output import CompletionOutput, RequestOutpu
 from llmpq.runtime.requests.sampling_params import SamplerConfig
 from llmpq.runtime.text.batch_io import (
     OrderedWriter,
-    beside,
     finished_lines,
     read_rows,
     require_no_answers,
+    side_file,
 )
 from llmpq.runtime.text.batch_rows import (
     Defaults,
@@ -184,7 +184,7 @@ def test_a_driver_that_is_killed_loses_no_row(tmp_path):
     killed.__enter__()
     for index in (0, 3, 2):
         killed.write(index, lines[index])
-    with beside(out).open("a") as torn:
+    with side_file(out).open("a") as torn:
         torn.write('{"index": 1, "pro')
     assert [json.loads(line)["index"] for line in out.read_text().splitlines()] == [0]
     with pytest.raises(ValueError, match="has 4 lines already"):
@@ -193,13 +193,13 @@ def test_a_driver_that_is_killed_loses_no_row(tmp_path):
     assert sorted(done) == [0, 2, 3]
     with OrderedWriter(out, 4, done=done) as writer:
         writer.begin()
-        assert not beside(out).exists()
+        assert not side_file(out).exists()
         writer.write(1, lines[1])
     assert [json.loads(line)["index"] for line in out.read_text().splitlines()] == [0, 1, 2, 3]
     with OrderedWriter(out, 4) as writer:
         writer.write(2, lines[2])
-        assert beside(out).exists()
-    assert not beside(out).exists()
+        assert side_file(out).exists()
+    assert not side_file(out).exists()
 
 
 def test_resuming_keeps_finished_rows_and_repeats_failed_and_torn_ones(tmp_path):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from llmpq.runtime.text import token_journal
-from llmpq.runtime.text.batch_io import beside, read_rows
+from llmpq.runtime.text.batch_io import read_rows, side_file
 from llmpq.runtime.text.batch_rows import Defaults
 from llmpq.runtime.text.token_journal import TokenJournal, begun_answers
 
@@ -43,7 +43,7 @@ def test_tokens_come_back_as_they_were_written(batch):
     journal.take(lambda: [(0, 0, [5, 6, 8]), (2, 0, [7]), (3, 0, [])])
     assert left(output, rows) == {0: [5, 6, 8], 2: [7]}
     assert left(output, rows, done={0: {}}) == {2: [7]}
-    lines = beside(output, "begun").read_text().splitlines()
+    lines = side_file(output, "begun").read_text().splitlines()
     assert sum("made_with" in line for line in lines) == 2, "once a row"
     journal.end()
     assert left(output, rows) == {}
@@ -54,7 +54,7 @@ def test_a_torn_line_costs_what_it_had_and_the_next_run_begins_a_whole_file(batc
     journal = TokenJournal(output, rows, made, {})
     journal.begin()
     journal.take(lambda: [(0, 0, [5, 6])])
-    with beside(output, "begun").open("a") as file:
+    with side_file(output, "begun").open("a") as file:
         file.write('{"index": 0, "at": 2, "tok')
     found = left(output, rows)
     assert found == {0: [5, 6]}
@@ -72,7 +72,7 @@ def test_answers_that_have_ended_do_not_fill_the_disk(batch, monkeypatch):
     journal.take(lambda: [(0, 0, list(range(200))), (1, 0, [5]), (3, 0, [])])
     for count in (2, 3):
         journal.take(lambda count=count: [(1, 0, [5, 6, 7][:count]), (3, 0, [])])
-        assert beside(output, "begun").stat().st_size < 700
+        assert side_file(output, "begun").stat().st_size < 700
     assert left(output, rows) == {1: [5, 6, 7], 3: [4, 4]}
     journal.take(lambda: [(1, 0, [5, 6, 7, 8]), (2, 1, [9]), (3, 0, [])])
     found = left(output, rows, weights=("w0", "w1"))
@@ -128,4 +128,4 @@ def test_a_pipe_has_no_file_beside_it(batch, tmp_path):
     journal = TokenJournal(pipe, rows, made, {})
     journal.begin()
     journal.take(lambda: [(0, 0, [5])])
-    assert not beside(pipe, "begun").exists()
+    assert not side_file(pipe, "begun").exists()

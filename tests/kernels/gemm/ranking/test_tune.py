@@ -8,7 +8,7 @@ import pytest
 
 from llmpq.kernels.gemm.ranking import learned
 from llmpq.kernels.gemm.ranking.config import Config
-from llmpq.kernels.gemm.ranking.learned import Place, entry_of, read, write
+from llmpq.kernels.gemm.ranking.learned import CardKey, entry_of, read, write
 from llmpq.kernels.gemm.ranking.machine import REFERENCE
 from llmpq.kernels.gemm.ranking.predict import Product, expected_us
 from llmpq.kernels.gemm.ranking.tune import FEW, NEAR, ranked, search
@@ -16,7 +16,7 @@ from llmpq.kernels.gemm.ranking.tune import FEW, NEAR, ranked, search
 pytestmark = pytest.mark.cpu
 
 NOW = datetime.datetime(2026, 5, 4, 12, tzinfo=datetime.UTC)
-HERE = Place("Some GPU sm_90 132", "580.1", "abc")
+HERE = CardKey("Some GPU sm_90 132", "580.1", "abc")
 PRODUCTS = [Product(4, 28672, 4096, 32, "bf16"), Product(8, 4096, 14336, 96, "fp16 zeros")]
 
 
