@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, Self, get_args
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -23,6 +24,8 @@ class FileForm(BaseModel):
     """A frozen file type. Unknown keys are errors; units stand in the key names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    MEANT: ClassVar[Mapping[str, str]] = {}
+    """Keys that people write for one of the type's, where the letters do not tell."""
 
     @model_validator(mode="before")
     @classmethod
@@ -43,7 +46,8 @@ class FileForm(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise ValueError(f"{where}: {explain(error, cls)}") from None
+            said = _another_kind(data, cls) or explain(error, cls)
+            raise ValueError(f"{where}: {said}") from None
 
     @classmethod
     def load_json(cls, path: str | Path) -> Self:
@@ -155,8 +159,33 @@ def read_json(path: str | Path) -> object:
         raise ValueError(f"no such file: '{path}'") from None
     except IsADirectoryError:
         raise ValueError(f"'{path}' is a directory, expected a JSON file") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"'{path}' is not JSON but binary; llmpq reads no pickle files") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"'{path}' is not JSON ({error}); llmpq reads no pickle files") from None
+        raise ValueError(f"'{path}' is not JSON ({error})") from None
+
+
+KINDS: Mapping[str, frozenset[str]] = {
+    "a run's report (llmpq-dist run --report)": frozenset({"completed", "measured"}),
+    "a plan (llmpq-algo -o)": frozenset({"model", "workload", "stages"}),
+    "a plan of several engines (llmpq-algo -o)": frozenset({"workload", "engines"}),
+    "a plan's certificate": frozenset({"plan_sha256", "proofs"}),
+    "costs (llmpq-profile -o)": frozenset({"model", "model_fingerprint", "entries"}),
+    "quality losses (llmpq-profile indicator -o)": frozenset({"indicator", "weights"}),
+    "a cluster file (llmpq-algo devices --yaml)": frozenset({"name", "nodes"}),
+    "a model's config.json": frozenset({"model_type"}),
+}
+"""What a file is that has all these keys: one is easily given in another's place."""
+
+
+def _another_kind(data: Mapping[Any, Any], model: type[BaseModel]) -> str | None:
+    """Say which other kind of file the data is of; None where its keys do not show one."""
+    keys = {field.alias or name for name, field in model.model_fields.items()}
+    expected = next((kind for kind, marks in KINDS.items() if marks <= keys), None)
+    found = next((kind for kind, marks in KINDS.items() if marks <= data.keys()), None)
+    if found is None or expected is None or found == expected:
+        return None
+    return f"it is {found}, expected {expected}"
 
 
 _WHOLE, _NUMBER, _TEXT, _SWITCH = "a whole number", "a number", "a text in quotes", "true or false"
@@ -196,13 +225,16 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         key = str(first["loc"][-1])
-        known = _keys_near(model, first["loc"])
-        return f"unknown key '{place}': {nearest(key, known)}valid keys: {', '.join(known)}"
+        near = _type_at(model, first["loc"])
+        known = _keys(near)
+        meant = getattr(near, "MEANT", {}).get(key.lower())
+        hint = f"did you mean '{meant}'? " if meant else nearest(key, known)
+        return f"unknown key '{place}': {hint}valid keys: {', '.join(known)}"
     message = first["msg"].removeprefix("Value error, ")
     if place and message.startswith("'") and first["type"] == "value_error":  # of a key in it
         return f"'{place}.{message[1:]}"
     if first["type"] == "missing":
-        known = _keys_near(model, first["loc"])
+        known = _keys(_type_at(model, first["loc"]))
         return f"'{place}': {message}; valid keys: {', '.join(known)}"
     got = first.get("input")
     if place == "schema" and isinstance(got, int):
@@ -213,7 +245,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     if not first["loc"]:
         return message
     if first["type"] == "model_type":
-        keys = ", ".join(_keys_near(model, (*first["loc"], "")))
+        keys = ", ".join(_keys(_type_at(model, (*first["loc"], ""))))
         return f"'{place}': expected a table with keys of {keys}, got {short_repr(got)}"
     context = first.get("ctx", {})
     if (size := SIZES.get(first["type"])) is not None:
@@ -224,16 +256,20 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     return f"'{place}': {message}{shown}"
 
 
-def _keys_near(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
-    """Return the valid keys beside the offending one, walking the model along `loc`."""
-    current: Any = model
+def _type_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
+    """Return the type that the offending key is in, walking the model along `loc`."""
+    current = model
     for part in loc[:-1]:
         if isinstance(part, str) and part in current.model_fields:
             inner = _inner_model(current.model_fields[part].annotation)
             if inner is None:
                 break
             current = inner
-    return sorted(field.alias or name for name, field in current.model_fields.items())
+    return current
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return sorted(field.alias or name for name, field in model.model_fields.items())
 
 
 def _inner_model(annotation: Any) -> type[BaseModel] | None:

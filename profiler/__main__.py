@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; bare flags mean `run`."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words and words[0] in COMMANDS else "run"
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("llmpq").setLevel(logging.INFO)
     return run_command(
         "llmpq-profile",
         lambda: _started(command, words)(),

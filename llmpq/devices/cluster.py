@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import yaml
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
@@ -41,6 +41,10 @@ class Emulate(FileForm):
 class Link(FileForm):
     """A connection: 1e9 bits per second one way, and latency of one message."""
 
+    MEANT: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("bandwidth", "speed", "gbit", "gbits", "rate"), "gbps"),
+        **dict.fromkeys(("latency", "delay", "rtt", "rtt_us", "latency_ms"), "latency_us"),
+    }
     gbps: float = Field(ge=1e-6, le=1e9)
     """Gigabits per second, one way."""
     latency_us: float = Field(ge=0, le=1e9)
@@ -58,6 +62,12 @@ _CardName = Annotated[str, BeforeValidator(lambda name: str(name) if type(name) 
 class DeviceGroup(FileForm):
     """`count` equal devices of one node."""
 
+    MEANT: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("type", "name", "model", "gpu", "gpu_type", "card", "device"), "kind"),
+        **dict.fromkeys(("num", "n", "number", "quantity", "num_gpus"), "count"),
+        **dict.fromkeys(("vram", "vram_gb", "memory_gb", "mem"), "memory"),
+        **dict.fromkeys(("cores", "cpus", "num_threads"), "threads"),
+    }
     kind: _CardName
     """A card that `llmpq-algo devices --known` lists, `CPU`, or any name beside `spec`."""
     count: int = Field(default=1, gt=0, le=1000)
@@ -126,6 +136,11 @@ class Links(FileForm):
 class Node(FileForm):
     """One machine."""
 
+    MEANT: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("gpus", "gpu", "cards", "accelerator"), "devices"),
+        **dict.fromkeys(("ip", "address", "addr", "hostname"), "host"),
+        **dict.fromkeys(("id", "node"), "name"),
+    }
     name: str
     host: str | None = None
     """The name or address (IPv4 or IPv6) of its Ray node; left out, `labels` or devices tell."""

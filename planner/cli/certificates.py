@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.errors import BadPlanError
-from llmpq.file_form import read_json, replace_text
+from llmpq.file_form import read_json, save_text
 from llmpq.planner.check.verify import SCHEMA, Refused, Verified, verify
 from llmpq.planner.problem.requests import VerifyRequest
 from llmpq.planner.solving.answer import Answer, TopologyAnswer
@@ -107,7 +107,7 @@ def write_topology_certificate(
 def _written(output: str, data: dict[str, Any], what: str, *, shared: bool) -> str:
     """Write it; say of what plans it is a proof. `shared`: devices share stages as planned."""
     path, value, bound = certificate_path(output), data["value"], data["bound"]
-    replace_text(path, json.dumps(data, separators=(",", ":")) + "\n")
+    save_text(path, json.dumps(data, separators=(",", ":")) + "\n")
     if bound <= 0:
         return str(path)
     of = f"{what} whose devices share stages as here" if shared else f"{what} without shared stages"

@@ -7,8 +7,8 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from llmpq.file_form import save_text
 from llmpq.pictures.plan_page import Beside, plan_page
 from llmpq.planner.cli.arguments import DEFAULT_POINTS
 from llmpq.planner.cli.long_search import line_if_long
@@ -65,7 +65,7 @@ def show_front(request: PlanRequest, job: PlanJob) -> None:
     chosen = chosen_row(front.plans, options, problem.theta, unit)
     text = json.dumps({**_content(front), "chosen": chosen}, indent=1) + "\n"
     if request.output:
-        Path(request.output).write_text(text)
+        save_text(request.output, text)
     if request.report:
         write_report(request.report, front_page(front, unit))
     if request.json:

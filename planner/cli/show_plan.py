@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from llmpq.devices.cluster import Cluster
 from llmpq.devices.default_dtype import without_bfloat16
 from llmpq.errors import DoesNotFitError
-from llmpq.file_form import check_writable, replace_text
+from llmpq.file_form import check_writable, save_text
 from llmpq.pictures.plan_page import Beside, plan_page, topology_page
 from llmpq.pictures.text_pictures import memory_bars, pipeline_lines
 from llmpq.planner.cli.alternatives import MethodRow, Speed, bits_lines, left_out_lines
@@ -487,8 +486,7 @@ def check_outputs(request: PlanRequest) -> None:
 
 def write_report(path: str, page: str) -> None:
     """Write a page, creating its folder."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    replace_text(Path(path), page)
+    save_text(path, page)
 
 
 def method_data(rows: Mapping[str, MethodRow | str]) -> list[dict[str, Any]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
+from llmpq.file_form import save_text
 from llmpq.models.model_spec import ModelSpec
 from llmpq.pictures.plan_cards import cards_svg
 from llmpq.planner.export.accelerate import accelerate
@@ -47,7 +47,7 @@ def export_plan(request: ExportRequest) -> None:
     else:
         exported = WRITERS[request.to](plan, model_of_plan(request, plan))
     if request.output:
-        Path(request.output).write_text(exported.text)
+        save_text(request.output, exported.text)
     else:
         sys.stdout.write(exported.text)
     for line in exported.warnings:

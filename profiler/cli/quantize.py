@@ -83,7 +83,8 @@ log = logging.getLogger("llmpq.quantize")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("llmpq").setLevel(logging.INFO)
     words = sys.argv[1:] if argv is None else argv
     return run_command(
         "llmpq-quantize",

@@ -172,8 +172,3 @@ def _reorder_rows(tensors: dict[str, Tensor], name: str, order_K: Tensor) -> Non
         order = order_K.to(rows.device)
         whole = torch.cat([order + start for start in range(0, rows.shape[0], len(order))])
         tensors[f"{name}.{kind}"] = rows[whole]
-
-
-def layer_bytes(tensors: Mapping[str, Tensor | Weight]) -> int:
-    """Return the bytes of a layer's tensors."""
-    return sum(tensor.nbytes for tensor in tensors.values())

@@ -24,7 +24,6 @@ from llmpq.models.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.quantize.layer_walk import CalibrationRun
 from llmpq.profiler.quantize.linears_in_turn import quantize
-from llmpq.profiler.quantize.one_layer import layer_bytes
 from llmpq.profiler.quantize.recipes import Settings, recipe
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.weights.atomic_write import write_text
@@ -104,7 +103,7 @@ def quantize_model(
                 parts = quantize(run, view, chosen, dtype=stored)
             writer.write_layer(index, parts, stored)
         run.advance(parts)
-        on_layer(index, layer_bytes(parts), resumed)
+        on_layer(index, (target / layer_file(index)).stat().st_size, resumed)
     writer.finish(quantization_config(job))
 
 

@@ -121,13 +121,16 @@ def open_dequantized(directory: str | Path, spec: ModelSpec) -> CheckpointSource
     """Return the source of a model's values: of 16 or 32 bits, or dequantised codes.
 
     Codes of GGUF files, FP8, MXFP4, NVFP4 and bitsandbytes are dequantised; what is quantised of
-    them is rounded a second time. Other quantised directories are refused when they are read.
+    them is rounded a second time. `ValueError` for the integers of other quantised directories.
     """
     source = open_checkpoint(directory, spec)
     if not isinstance(source, QuantizedCheckpoint):
         return source
     if not source.has_values():
-        return CheckpointSource(directory, spec)
+        raise ValueError(
+            f"'{directory}' is quantised already ({source.method}), and its integers are not "
+            "rounded again: start from the model in 16 bits; llmpq-dist runs this one as it is"
+        )
     _log.warning(
         "'%s' is stored quantised (%s): its values are rounded a second time; a plan of the "
         "directory itself keeps its codes",

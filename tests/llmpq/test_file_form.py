@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from llmpq import file_form
+from llmpq.costs.cost_model import CostModel
 from llmpq.devices.cluster import Cluster
-from llmpq.file_form import read_json, replace_text
+from llmpq.file_form import FileForm, read_json, replace_text
 from llmpq.models.model_spec import ModelSpec
-from llmpq.plans.plan import ClusterRef
+from llmpq.plans.plan import ClusterRef, Plan
+from llmpq.sensitivity import Sensitivity
 
 pytestmark = pytest.mark.pure
 
@@ -128,6 +130,53 @@ def test_a_key_that_begins_with_one_that_is_known_is_taken_for_it() -> None:
     for key, said in (("hostname", "host"), ("host_name", "host"), ("labels_", "labels")):
         with pytest.raises(ValueError, match=f"unknown key 'nodes.0.{key}': did you mean '{said}'"):
             Cluster.parse_data({"name": "lab", "nodes": [{"name": "a", key: "x"}]}, where="x")
+
+
+@pytest.mark.parametrize(
+    ("node", "key", "meant"),
+    [
+        ({"devices": [{"type": "RTX-4090"}]}, "devices.0.type", "kind"),
+        ({"devices": [{"name": "RTX-4090", "num": 2}]}, "devices.0.name", "kind"),
+        ({"devices": [{"kind": "T4", "num": 2}]}, "devices.0.num", "count"),
+        ({"devices": [{"kind": "T4", "VRAM": "16GB"}]}, "devices.0.VRAM", "memory"),
+        ({"gpus": ["T4"]}, "gpus", "devices"),
+        ({"devices": ["T4"], "ip": "10.0.0.1"}, "ip", "host"),
+    ],
+)
+def test_a_key_of_other_tools_is_answered_by_what_it_means(
+    node: dict[str, object], key: str, meant: str
+) -> None:
+    with pytest.raises(ValueError, match=f"unknown key 'nodes.0.{key}': did you mean '{meant}'"):
+        Cluster.parse_data({"name": "lab", "nodes": [{"name": "a", **node}]}, where="x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "said"),
+    [
+        (CostModel, {"model": {}, "workload": {}, "stages": []}, "a plan .*, expected costs"),
+        (CostModel, {"schema": 1, "name": "lab", "nodes": []}, "a cluster file .*, expected costs"),
+        (Plan, {"model": "m", "model_fingerprint": "f", "entries": []}, "costs .*expected a plan"),
+        (Plan, {"plan_sha256": "0", "proofs": []}, "a plan's certificate, expected a plan"),
+        (Plan, {"model_type": "llama"}, "a model's config.json, expected a plan"),
+        (Cluster, {"workload": {}, "engines": []}, "a plan of several .*expected a cluster file"),
+        (Sensitivity, {"model": "m", "model_fingerprint": "f", "entries": 0}, "expected quality"),
+    ],
+)
+def test_another_kind_of_file_is_called_what_it_is(
+    kind: type[FileForm], data: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ValueError, match=f"x.json: it is {said}|x.json: it is costs .*{said}"):
+        kind.parse_data(data, where="x.json")
+
+
+def test_only_binary_files_are_called_pickles(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_bytes(b"\x80\x04\x95\xff")
+    with pytest.raises(ValueError, match="binary; llmpq reads no pickle files"):
+        read_json(path)
+    path.write_text("schema: 1\n")
+    with pytest.raises(ValueError, match=r"is not JSON \([^;]*\)$"):
+        read_json(path)
 
 
 def test_a_link_said_in_part_has_the_rest_of_its_default() -> None:

@@ -232,3 +232,23 @@ def test_errors_say_what_and_what_to_do(
     words, code, text = ERRORS[name]
     got, _, err = _run(capsys, *words)
     assert (got, err) == (code, text)
+
+
+@pytest.mark.parametrize("flag", ["-o", "--report", "--pareto"])
+def test_a_full_disk_is_said_with_the_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str
+) -> None:
+    full = tmp_path / "full.html"
+    full.symlink_to("/dev/full")
+    words = [flag, str(full)] if flag != "--pareto" else ["--pareto", "-o", str(full)]
+    code, _, err = _run(capsys, *SMALL, *words)
+    assert code == 2
+    assert f"cannot write '{full}': no space left on device; what it held is kept" in err
+
+
+def test_a_full_disk_is_said_with_the_file_of_an_export(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = str(ROOT / "docs" / "plan.json")
+    code, _, err = _run(capsys, "export", plan, "--to", "vllm", "-o", "/dev/full")
+    assert (code, "cannot write '/dev/full': no space left on device" in err) == (2, True)

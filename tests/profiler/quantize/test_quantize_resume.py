@@ -20,6 +20,7 @@ from llmpq.profiler.quantize.layer_walk import random_windows
 from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model
 from llmpq.runtime.weights import atomic_write as whole_files
+from llmpq.runtime.weights.quantized_checkpoint import open_dequantized
 from llmpq.runtime.weights.quantized_writer import ENDS_FILE, layer_file
 from llmpq.runtime.weights.sources import CheckpointSource
 
@@ -32,8 +33,13 @@ def model(tiny_models: Any, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_models.directory("llama"), tmp_path / "model")
 
 
-def quantise(model: Path, target: Path, dtype: torch.dtype = torch.float32) -> list[bool]:
-    """Return which layers were there already."""
+def quantise(
+    model: Path,
+    target: Path,
+    dtype: torch.dtype = torch.float32,
+    sizes: list[int] | None = None,
+) -> list[bool]:
+    """Return which layers were there already; their bytes as shown go into `sizes`."""
     spec = ModelSpec.from_directory(model)
     job = QuantizeJob(
         spec=spec,
@@ -42,21 +48,39 @@ def quantise(model: Path, target: Path, dtype: torch.dtype = torch.float32) -> l
         windows_WT=random_windows([t % spec.vocab for t in range(400)], count=2, length=16),
     )
     there: list[bool] = []
+
+    def on_layer(index: int, size: int, resumed: bool) -> None:
+        there.append(resumed)
+        if sizes is not None:
+            sizes.append(size)
+
     with torch.inference_mode():
         quantize_model(
             job,
             CheckpointSource(model, spec),
             target,
             dtype=dtype,
-            on_layer=lambda index, size, resumed: there.append(resumed),
+            on_layer=on_layer,
         )
     return there
 
 
 def test_the_same_command_continues(model: Path, tmp_path: Path) -> None:
-    quantise(model, tmp_path / "q")
+    written: list[int] = []
+    shown: list[int] = []
+    quantise(model, tmp_path / "q", sizes=written)
     (tmp_path / "q" / layer_file(1)).unlink()
-    assert quantise(model, tmp_path / "q") == [True, False, True]
+    assert quantise(model, tmp_path / "q", sizes=shown) == [True, False, True]
+    files = [(tmp_path / "q" / layer_file(index)).stat().st_size for index in range(3)]
+    assert written == shown == files
+
+
+def test_what_is_quantised_already_is_not_quantised_again(model: Path, tmp_path: Path) -> None:
+    quantise(model, tmp_path / "q")
+    with pytest.raises(
+        ValueError, match=r"q' is quantised already \(compressed-tensors\).*16 bits"
+    ):
+        open_dequantized(tmp_path / "q", ModelSpec.from_directory(tmp_path / "q"))
 
 
 def test_layers_of_other_weights_are_not_taken(model: Path, tmp_path: Path) -> None:
