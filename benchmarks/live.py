@@ -132,7 +132,7 @@ def report(
     for name, (first_s, token_s) in LIMITS.items():
         good = sum(s.first_s <= first_s and s.per_token_s <= token_s for s in seen)
         values[f"goodput_{name}"] = (good / len(seen), "share of requests")
-    for number, record in enumerate(llm.stage_records()):
+    for number, record in enumerate(llm.trace.take(llm.engine.client)):
         values[f"busy_{number}"] = (record.busy_s / wall_s, "share of time")
         for step, total in record.totals.items():
             mean_ms, rows = 1e3 * (total.mean_s or 0.0), total.rows / total.steps
@@ -188,7 +188,7 @@ def replay(args: argparse.Namespace) -> None:
     ) as llm:
         print(f"started in {time.perf_counter() - started_s:.1f} s", flush=True)
         asyncio.run(play(llm, [(0.0, prompt, new) for _, prompt, new in jobs(99)[: args.warm_up]]))
-        llm.stage_records()
+        llm.trace.take(llm.engine.client)
         rate = args.rate
         if rate is None:
             seen, wall_s = asyncio.run(

@@ -32,8 +32,8 @@ from llmpq.runtime.launch.stages.stage_place import StagePlace
 from llmpq.runtime.options.engine_options import EngineOptions
 from llmpq.runtime.report.job_report import EngineResult, JobReport, engines_report
 from llmpq.runtime.report.live_numbers import JobSamples
-from llmpq.runtime.requests.request import Progress
-from llmpq.runtime.requests.request_output import RequestOutput, RequestOutputDelta
+from llmpq.runtime.requests.request import Progress, RequestOutputDelta
+from llmpq.runtime.requests.request_output import RequestOutput
 from llmpq.runtime.requests.sampling_params import SamplingParams
 from llmpq.runtime.steps.trace import write_chrome_trace
 from llmpq.runtime.text.request_factory import PreparedPrompt, Prompt, listed
@@ -297,7 +297,7 @@ class Engines(PromptAnswerer):
         for number, llm in enumerate(self.llms):
             if number in self._lost:
                 continue
-            own, recorded = llm.trace_parts()
+            own, recorded = llm.trace.parts(llm.engine.client)
             names += [f"engine {number} {name}" for name in own]
             records += recorded
         write_chrome_trace(self._trace, names, records, self._names)

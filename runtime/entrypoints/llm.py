@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -40,6 +40,7 @@ from llmpq.runtime.elastic.replan import Replanner
 from llmpq.runtime.elastic.slow_watch import SlowWatch, may_watch
 from llmpq.runtime.entrypoints.prompt_answerer import PromptAnswerer, all_answers
 from llmpq.runtime.entrypoints.response_stream import AsyncSubmitter, OutputQueue, ResponseStream
+from llmpq.runtime.entrypoints.run_trace import RunTrace
 from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.launch.engine_starter import EngineStarter
 from llmpq.runtime.launch.engine_thread import EngineThread
@@ -61,20 +62,13 @@ from llmpq.runtime.report.engine_metrics import Metric, metrics_of, token_counte
 from llmpq.runtime.report.job_report import JobReport, JobResult, build_report
 from llmpq.runtime.report.live_numbers import JobSamples
 from llmpq.runtime.report.progress import LoadBar
-from llmpq.runtime.requests.request import Progress
+from llmpq.runtime.requests.request import Progress, RequestOutputDelta
 from llmpq.runtime.requests.request_output import (
     CompletionOutput,
     Logprob,
     RequestOutput,
-    RequestOutputDelta,
 )
 from llmpq.runtime.requests.sampling_params import SamplingParams, StructuredOutputsParams
-from llmpq.runtime.steps.trace import (
-    MAX_EVENTS,
-    StageRecord,
-    joined,
-    write_chrome_trace,
-)
 from llmpq.runtime.text.conversation import Messages
 from llmpq.runtime.text.request_factory import (
     PreparedPrompt,
@@ -144,7 +138,8 @@ class LLM(PromptAnswerer):
         self._prompts = RequestFactory(chosen.directory, spec, self._limits)
         self._names = RequestNames()
         self._process = os.getpid()
-        self._trace = _Trace(self._plan, self._options.trace)
+        self.trace = RunTrace(self._options.trace)
+        """What the stages recorded of their steps, for reports and the file of the option."""
         self._samples = JobSamples()  # of the job of `as_completed`
         if self._options.keep_layers_in and choose_backend(self._plan, self._options) == "ray":
             raise ValueError(
@@ -210,7 +205,7 @@ class LLM(PromptAnswerer):
         self.startup_s = time.perf_counter() - started_s
         # Ended by `close`, by `del`, or when the interpreter ends: nothing of it refers to the LLM.
         self._end_engine = weakref.finalize(
-            self, _end_in, self._process, self._running.close, self._trace.close
+            self, _end_in, self._process, self._running.close, self.trace.close
         )
 
     def _require_process(self) -> None:
@@ -361,11 +356,6 @@ class LLM(PromptAnswerer):
                 "the command, plan again and start it"
             )
 
-    def stage_records(self) -> list[StageRecord]:
-        """Return what every stage computed since the last call; asks the stages."""
-        self.engine.check_alive()
-        return self._trace.added(self.engine.client.records())
-
     @property
     def stage_places(self) -> Sequence[StagePlace]:
         """Where each stage runs: host, process, device."""
@@ -385,13 +375,13 @@ class LLM(PromptAnswerer):
         without drafts; `num_failed`: prompts that could not be served; `took_s`: seconds of the
         job, where prompts were not all submitted at once.
         """
-        records = self.stage_records()
+        self.engine.check_alive()
         client = self.engine.client
         return build_report(
             JobResult(
                 plan=client.plan,
                 loads=client.load_reports,
-                records=records,
+                records=self.trace.take(client),
                 outputs=outputs,
                 num_failed=num_failed,
                 startup_s=self.startup_s,
@@ -409,16 +399,9 @@ class LLM(PromptAnswerer):
         """What makes requests of prompts and answers of tokens, and knows the engine's limits."""
         return self._prompts
 
-    def trace_parts(self) -> tuple[list[str], list[StageRecord]]:
-        """Return the stages' names and all that they recorded; `close` writes no file then."""
-        self._trace.added(self.engine.client.records())
-        self._trace.written = True
-        stages = enumerate(self.plan.places)
-        return [f"stage {i} {stage.device}" for i, stage in stages], self._trace.records
-
     def write_trace(self) -> None:
         """Write the file of the option `trace` with all so far; `close` does it if this did not."""
-        self._trace.write(self.engine.client)
+        self.trace.write(self.engine.client)
 
     def stats(self) -> dict[str, Any]:
         """Return counters of the run so far and what every stage holds."""
@@ -739,7 +722,7 @@ class LLM(PromptAnswerer):
         self._names.begin([prompt.named for prompt in prompts])
         for prompt in prompts:
             name, ids = prompt.named
-            self._trace.name(ids, name)
+            self.trace.name(ids, name)
 
 
 def _conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
@@ -777,51 +760,6 @@ def _end_in(process: int, close: Callable[[_Last], None], last: _Last) -> None:
     """End an engine in the process that has it: a forked child would end its parent's."""
     if os.getpid() == process:
         close(last)
-
-
-@dataclass
-class _Trace:
-    """What stages did and for which requests, until it is written to the file of `trace`."""
-
-    plan: Plan
-    path: str | Path | None
-    names: dict[int, str] = field(default_factory=dict)
-    """Of requests, by id."""
-    records: list[StageRecord] = field(default_factory=list)
-    """Of each stage."""
-    written: bool = False
-
-    def name(self, request_ids: Sequence[int], name: str) -> None:
-        """Note how a prompt's requests are called."""
-        if self.path is not None and len(self.names) < MAX_EVENTS:
-            self.names |= dict.fromkeys(request_ids, name)
-
-    def added(self, records: list[StageRecord]) -> list[StageRecord]:
-        """Keep what stages recorded since the last call for the file, and return it."""
-        if self.path is not None:
-            # Stages of another plan have records of their own: those of before are let go.
-            same = len(self.records) == len(records)
-            pairs = zip(self.records, records, strict=True) if same else ()
-            self.records = [joined(*pair) for pair in pairs] if same else records
-            self.written = False
-        return records
-
-    def write(self, engine: PipelineClient) -> None:
-        """Write the file, if one is wanted."""
-        if self.path is None:
-            return
-        self.added(engine.records())
-        stages = [f"stage {i} {stage.device}" for i, stage in enumerate(engine.plan.places)]
-        write_chrome_trace(self.path, stages, self.records, self.names)
-        self.written = True
-
-    def close(self, engine: PipelineClient) -> None:
-        """Write the file at the end, unless it was; a file that cannot be is only logged."""
-        try:
-            if not self.written:
-                self.write(engine)
-        except OSError as error:
-            _log.warning("the trace '%s' could not be written: %s", self.path, error)
 
 
 def _options(

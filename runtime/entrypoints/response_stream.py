@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 
 from llmpq.runtime.launch.engine_thread import EngineThread
 from llmpq.runtime.launch.request_record import Listener
-from llmpq.runtime.requests.request import Request
-from llmpq.runtime.requests.request_output import CompletionDelta, Logprob, RequestOutputDelta
+from llmpq.runtime.requests.request import Request, RequestOutputDelta
+from llmpq.runtime.requests.request_output import CompletionDelta, Logprob
 from llmpq.runtime.requests.token_rules import LogprobOutput, TokenScores
 from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.request_factory import PreparedPrompt, RequestFactory

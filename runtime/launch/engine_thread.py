@@ -22,8 +22,7 @@ from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.poison import PoisonHunt
 from llmpq.runtime.launch.recovery import Recovery
 from llmpq.runtime.launch.request_record import Listener, RequestRecord
-from llmpq.runtime.requests.request import EngineOutputs, Progress, Request
-from llmpq.runtime.requests.request_output import RequestOutputDelta
+from llmpq.runtime.requests.request import EngineOutputs, Progress, Request, RequestOutputDelta
 from llmpq.runtime.requests.token_rules import Guide, LogprobOutput
 
 _END_S = 5.0

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from llmpq.errors import RequestFailedError
-from llmpq.runtime.requests.request import Finished, Request
-from llmpq.runtime.requests.request_output import RequestOutputDelta
+from llmpq.runtime.requests.request import Finished, Request, RequestOutputDelta
 from llmpq.runtime.requests.token_rules import LogprobOutput, TokenScores
 
 Listener = Callable[[RequestOutputDelta], None]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from llmpq.errors import ContextLengthError
 from llmpq.runtime.requests.sampling_params import SamplerConfig
-from llmpq.runtime.requests.token_rules import NO_RULES, LogitsConstraints
+from llmpq.runtime.requests.token_rules import NO_RULES, LogitsConstraints, LogprobOutput
 
 Ints = NDArray[np.int64]
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -405,6 +405,21 @@ class Finished:
     num_preemptions: int = 0
     failure: str | None = None
     """Why its answer could not go on; `finish_reason` is `error` then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutputDelta:
+    """The new output of one request: tokens, its end, or the error that ended the engine."""
+
+    id: int
+    tokens: Sequence[int] = ()
+    finished: Finished | None = None
+    noted: LogprobOutput | None = None
+    """Logprobs of those tokens, where they were asked for."""
+    error: BaseException | None = None
+    """What ended the engine; beside `finished`, what ended this request alone."""
+    heard_s: float = 0.0
+    """When it was read from the stages, by `time.perf_counter`; 0 for errors."""
 
 
 @dataclass(frozen=True, kw_only=True)

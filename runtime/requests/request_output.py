@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llmpq.runtime.requests.request import Finished
-from llmpq.runtime.requests.token_rules import LogprobOutput
-
 NO_ROOM = "max_model_len"
 """`stop_reason` of an answer that ended, by `length`, before its `max_tokens`: no room is left."""
 
@@ -121,18 +118,3 @@ class RequestOutput:
     def finish_reason(self) -> str:
         """Why the first answer ended: `stop`, `length`, `abort` or `error`."""
         return self.outputs[0].finish_reason
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestOutputDelta:
-    """The new output of one request: tokens, its end, or the error that ended the engine."""
-
-    id: int
-    tokens: Sequence[int] = ()
-    finished: Finished | None = None
-    noted: LogprobOutput | None = None
-    """Logprobs of those tokens, where they were asked for."""
-    error: BaseException | None = None
-    """What ended the engine; beside `finished`, what ended this request alone."""
-    heard_s: float = 0.0
-    """When it was read from the stages, by `time.perf_counter`; 0 for errors."""

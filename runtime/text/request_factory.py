@@ -13,13 +13,12 @@ from typing import Any, Protocol
 
 from llmpq.models.model_spec import ModelSpec
 from llmpq.runtime.requests.guides import GrammarCompiler, Newest
-from llmpq.runtime.requests.request import Finished, Request, too_long
+from llmpq.runtime.requests.request import Finished, Request, RequestOutputDelta, too_long
 from llmpq.runtime.requests.request_output import (
     NO_ROOM,
     CompletionOutput,
     Logprob,
     RequestOutput,
-    RequestOutputDelta,
 )
 from llmpq.runtime.requests.sampling_params import SamplingParams, token_list, whole_number
 from llmpq.runtime.requests.token_rules import (

@@ -173,7 +173,7 @@ def run_jobs(
             undrafted = [prompt.without_drafts() for prompt in prompts]
             plain = [output for _, output in llm.as_completed(undrafted)]
             report["speculation"]["plain"] = plain_comparison(outputs, plain)
-            llm.stage_records()  # what the plain job left is no part of the next one's
+            llm.trace.take(llm.engine.client)  # the plain job's are no part of the next report
         _log.info("job %d: %.1f tokens/s", index, report["output_throughput"])
         if index >= warm_up:
             reports.append(report)

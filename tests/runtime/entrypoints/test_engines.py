@@ -23,8 +23,8 @@ from llmpq.runtime.entrypoints.llm import LLM
 from llmpq.runtime.entrypoints.prompt_answerer import all_answers
 from llmpq.runtime.launch.request_record import RequestRecord
 from llmpq.runtime.options.engine_options import EngineOptions
-from llmpq.runtime.requests.request import Finished, Request
-from llmpq.runtime.requests.request_output import RequestOutput, RequestOutputDelta
+from llmpq.runtime.requests.request import Finished, Request, RequestOutputDelta
+from llmpq.runtime.requests.request_output import RequestOutput
 from llmpq.runtime.requests.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.quick

@@ -13,8 +13,7 @@ import pytest
 
 from llmpq.runtime.entrypoints import response_stream
 from llmpq.runtime.entrypoints.response_stream import AsyncSubmitter, DeltaQueue, OutputQueue
-from llmpq.runtime.requests.request import Finished, Request
-from llmpq.runtime.requests.request_output import RequestOutputDelta
+from llmpq.runtime.requests.request import Finished, Request, RequestOutputDelta
 
 pytestmark = pytest.mark.cpu
 SHARE, LONGEST_S = response_stream._NEWS_SHARE, response_stream._LONGEST_WAIT_S

@@ -11,8 +11,7 @@ import pytest
 
 from llmpq.runtime.launch.engine_thread import EngineThread
 from llmpq.runtime.launch.pipeline_client import EngineOutputs
-from llmpq.runtime.requests.request import Progress, Request
-from llmpq.runtime.requests.request_output import RequestOutputDelta
+from llmpq.runtime.requests.request import Progress, Request, RequestOutputDelta
 from llmpq.runtime.requests.token_rules import LogitsConstraints
 
 pytestmark = pytest.mark.cpu
