@@ -68,7 +68,8 @@ class Forced:
             precisions=self.rounded,
             dtype=self.dtype or "bfloat16",
         )
-        lack = lack_of(self.spec, modes, max_len=self.max_len)
+        asked = [mode for mode in modes if mode != "gpu"]  # a model that no GPU runs is exported
+        lack = lack_of(self.spec, asked, max_len=self.max_len)
         if lack is None and kv is not KVPrecision.KV16 and not reads_packed_kv(device.spec):
             return Lack(why=PACKED_KV, remedy="plan with --kv 16")
         return lack

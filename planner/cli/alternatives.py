@@ -24,6 +24,7 @@ from llmpq.planner.solving.answer import Answer, solved
 from llmpq.planner.solving.methods import SolveOptions, anew
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
 from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology
 from llmpq.units import shown, shown_loss
 from llmpq.workload import Workload
 
@@ -179,6 +180,21 @@ class Speed:
         found = plan.predicted
         times = PhaseTimes(prefill_s=found.prefill_s, decode_s=found.decode_s)
         return cls.of(plan.workload, times)
+
+    @classmethod
+    def of_found(cls, found: Plan | Topology) -> Self:
+        """Return what a plan of one engine or of several predicts."""
+        if isinstance(found, Plan):
+            return cls.of_plan(found)
+        assert found.predicted is not None, "the planner always predicts"
+        first = [plan.predicted.prefill_s for plan in found.plans if plan.predicted is not None]
+        return cls(
+            batch=found.workload.batch,
+            total_s=found.predicted.total_s,
+            first_token_s=max(first),
+            request_per_s=None,
+            job_per_s=found.predicted.output_tokens_per_s,
+        )
 
     def beside(self, other: Speed) -> str:
         """Return the speed and the other one: `22.4 instead of 17.1 tokens/s`."""

@@ -289,9 +289,7 @@ def _limits(section: Section) -> None:
         "--engines",
         daily=True,
         default="auto",
-        only=tuple(
-            _one_pipeline(flag) for flag in ("--pareto", "--pin", "--max-devices", "--what-if")
-        ),
+        only=tuple(_one_pipeline(flag) for flag in ("--pareto", "--pin", "--max-devices")),
         metavar="N",
         help="pipelines that share the job, each with the whole model (auto: as many as are best)",
     )

@@ -90,49 +90,104 @@ def read_job(request: PlanRequest) -> PlanJob:
     return PlanJob(problem=problem, options=options, path=path, notes=notes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FoundPlan:
+    """What a job is answered with: a plan of one engine, or several engines."""
+
+    problem: Problem
+    """The job, without the cards that are left out."""
+    best: Answer
+    several: TopologyAnswer | None = None
+    left_out: str | None = None
+    """What is said of cards that are left out for their dtype."""
+    compared_with: str | None = None
+    """What the plan's bound is of, where it is not of pipelines with a device a stage."""
+
+    @property
+    def plan(self) -> Plan | Topology:
+        """The answer."""
+        topology = None if self.several is None else self.several.topology
+        return topology or self.best.plan
+
+
+def find_plan(
+    request: PlanRequest, problem: Problem, options: SolveOptions, path: str | None
+) -> FoundPlan:
+    """Return the answer to a job by the method that the options name."""
+    best: Answer | None = None
+    several: TopologyAnswer | None = None
+    refused: DoesNotFitError | None = None
+    try:
+        best, several = best_answer(request, problem, options, path)
+    except DoesNotFitError as error:
+        refused = error
+    at_once = best if best is not None and best.waves == 1 else None
+    own = in_own_dtype(request, problem, at_once, path)
+    lacking = without_bfloat16(problem.cluster)
+    engines = None if several is None or not several.uses(lacking) else several.topology
+    if own is not None and engines is not None and not beats(own[0], engines, options):
+        own = None  # the engines that are best need these cards
+    left_out = None
+    if own is not None:
+        best, left_out = own
+        problem = best.problem
+        if several is not None:  # of the job with all cards
+            shared = _may_share(request, problem, options)
+            several = _several(request, problem, best, options, path) if shared else None
+    if best is None:
+        assert refused is not None, "nothing was found"
+        raise refused
+    compared_with = None
+    if several is not None and several.single is not None:
+        best, several = several.single, replace(several, topology=None)
+        compared_with = ANY_GROUPS if several.found.groups else None
+    return FoundPlan(
+        problem=problem,
+        best=best,
+        several=several,
+        left_out=left_out,
+        compared_with=compared_with,
+    )
+
+
+def _best_of_methods(
+    request: PlanRequest, problem: Problem, options: SolveOptions, path: str | None
+) -> tuple[FoundPlan, Mapping[str, MethodRow | str]]:
+    """Return the best plan of all methods, and what each of them found."""
+    try:
+        best, compared = _compare(request, problem, options, path)
+    except DoesNotFitError:
+        own = in_own_dtype(request, problem, None, path)
+        if own is None:
+            raise
+        return FoundPlan(problem=own[0].problem, best=own[0], left_out=own[1]), {}
+    return FoundPlan(problem=problem, best=best), compared
+
+
 def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     """Plan, check, write `-o`, and print."""
     problem, options, path, notes = job.problem, job.options, job.path, job.notes
     check_outputs(request)
     notes = [*notes, *one_pipeline_notes(request, options, problem)]
-    if request.what_if and request.engines == "auto":  # plans that are compared are of one engine
-        request = replace(request, engines="1")
     changes = _changed(request, problem, notes)
     compared: Mapping[str, MethodRow | str] = {}
-    own: tuple[Answer, str] | None = None
     try:
-        several: TopologyAnswer | None = None
         if options.method == "all":
-            best, compared = _compare(request, problem, options, path)
+            found, compared = _best_of_methods(request, problem, options, path)
         else:
-            best, several = best_answer(request, problem, options, path)
-            own = in_own_dtype(request, problem, best if best.waves == 1 else None, path)
+            found = find_plan(request, problem, options, path)
     except DoesNotFitError as error:
-        own = in_own_dtype(request, problem, None, path)
-        if own is None:
-            for line in _what_if(changes, None, path):
-                say(open_console(), line)
-            raise closer_refusal(request, problem, error, path) from None
+        for line in _what_if(changes, None, path):
+            say(open_console(), line)
+        raise closer_refusal(request, problem, error, path) from None
     if options.method == "all" and options.groups and may_group(problem):
         notes.append(NO_GROUPS)
-    lacking = without_bfloat16(problem.cluster)
-    engines = None if several is None or not several.uses(lacking) else several.topology
-    if own is not None and engines is not None and not beats(own[0], engines, options):
-        own = None  # the engines that are best need these cards
-    if own is not None:
-        best, said = own
-        notes = of_unused(request, problem, notes, said)
-        problem = best.problem
-        if several is not None:  # of the job with all cards
-            shared = _may_share(request, problem, options)
-            several = _several(request, problem, best, options, path) if shared else None
-        job = replace(job, problem=problem, notes=notes)
-    compared_with: str | None = None
-    if several is not None and several.single is not None:
-        best, several = several.single, replace(several, topology=None)
-        compared_with = ANY_GROUPS if several.found.groups else None
-    elif several is not None and several.topology is not None:
-        _show_topology(request, job, best, several, several.topology)
+    if found.left_out is not None:
+        notes = of_unused(request, problem, notes, found.left_out)
+    problem, best, several = found.problem, found.best, found.several
+    job = replace(job, problem=problem, notes=notes)
+    if several is not None and several.topology is not None:
+        _show_topology(request, job, found, several, several.topology, changes)
         return
     from llmpq.planner.cli.report import mtp_notes, print_plan, remarks_of
 
@@ -160,9 +215,9 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
             many = len(problem.cluster.devices) > 1
             beside += [ONE_FITS] if many and _may_ask(request, options) else []
     why = _why(best, options, whole=request.explain) if request.explain or request.report else []
-    changed = _what_if(changes, best, path)
-    found = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
-    notes = [*notes, *filter(None, found)]
+    changed = _what_if(changes, found, path)
+    said = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
+    notes = [*notes, *filter(None, said)]
     if request.report:
         more = Beside(
             why=why,
@@ -181,7 +236,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         seconds=seconds,
         alternatives=beside,
         notes=notes,
-        compared_with=compared_with,
+        compared_with=found.compared_with,
     )
     if request.explain:
         for drawn in (*memory_bars(best.plan), *pipeline_lines(best.plan)):
@@ -285,9 +340,8 @@ def _best_of_all(
 
 def _is_worse(one: Answer, than: Answer, options: SolveOptions) -> bool:
     """Whether a plan is worse than another of as many rows, by what the options state."""
-    own = score(one, one.plan.predicted, options)
     other = score(than, than.plan.predicted, options)
-    return own > other + SAME_VALUE * max(1.0, abs(other))
+    return score(one, one.plan.predicted, options) > _least_worse(other)
 
 
 def _quick(problem: Problem, options: SolveOptions, path: str | None) -> Answer:
@@ -310,23 +364,19 @@ def asked_of_one(request: PlanRequest) -> list[str]:
 
 
 def one_pipeline_notes(request: PlanRequest, options: SolveOptions, problem: Problem) -> list[str]:
-    """Return that a plan is one pipeline or one engine for a flag's sake, where more may be better.
+    """Return that a plan is one pipeline for a flag's sake, where more may be better.
 
     What may be: several engines, or stages that devices share.
     """
-    flags, one = asked_of_one(request), "pipeline"
-    if not flags and request.what_if:
-        flags, one = ["--what-if"], "engine"
+    flags = asked_of_one(request)
     if not flags or _is_alone(request, options):
         return []
     more = more_than_pipelines(request, options, problem)
-    if one == "engine":
-        more.pop("--tensor-parallel 1", None)
     if not more:
         return []
     plans, them = ("plan", "them") if len(flags) > 1 else ("plans", "it")
     return [
-        f"{' and '.join(flags)} {plans} one {one}; without {them} {' and '.join(more.values())} "
+        f"{' and '.join(flags)} {plans} one pipeline; without {them} {' and '.join(more.values())} "
         f"are looked for, too (not with {' '.join(more)})"
     ]
 
@@ -426,9 +476,15 @@ def num_engines(text: str) -> int | None:
 
 
 def _show_topology(
-    request: PlanRequest, job: PlanJob, best: Answer, found: TopologyAnswer, topology: Topology
+    request: PlanRequest,
+    job: PlanJob,
+    whole: FoundPlan,
+    found: TopologyAnswer,
+    topology: Topology,
+    changes: Sequence[ChangedJob],
 ) -> None:
     """Write a plan of several engines, and print it."""
+    best = whole.best
     if request.speculate is not None:
         topology = _drafting_engines(topology, found, request.speculate)
     proof: str | None = None
@@ -443,8 +499,9 @@ def _show_topology(
             num_engines(request.engines),
         )
     lines = topology_lines(best, found, num_engines(request.engines))
+    changed = _what_if(changes, whole, job.path)
     if request.report:
-        write_report(request.report, topology_page(topology, [*lines, *job.notes]))
+        write_report(request.report, topology_page(topology, [*lines, *changed, *job.notes]))
     if request.json:
         sys.stdout.write(topology.dump_json())
         return
@@ -456,6 +513,8 @@ def _show_topology(
     for number, own in enumerate(found.plans if request.explain else ()):
         for line in _why(own, job.options, whole=False):
             say(console, f"- engine {number}: {line}")
+    for line in changed:
+        say(console, line)
     for line in remarks_of(job.notes):
         say(console, line)
     for path_written in filter(None, (request.output, proof, request.report)):
@@ -497,9 +556,11 @@ def method_data(rows: Mapping[str, MethodRow | str]) -> list[dict[str, Any]]:
     ]
 
 
-def _changed(
-    request: PlanRequest, problem: Problem, known: Sequence[str]
-) -> list[tuple[str, PlanRequest, Problem, SolveOptions]]:
+ChangedJob = tuple[str, PlanRequest, Problem, SolveOptions]
+"""What is said of a change, and the job after it."""
+
+
+def _changed(request: PlanRequest, problem: Problem, known: Sequence[str]) -> list[ChangedJob]:
     """Return the job after every `--what-if`, which says what is assumed of devices it adds.
 
     A change that cannot be is refused. `known`: notes of the job as it is.
@@ -521,7 +582,9 @@ def _changed(
         new = [n for n in notes if n.startswith("assumed: ") and n not in known]
         own = [n for n in new if "stay free" not in n]
         said = f"{change} ({'; '.join(own)})" if own else change
-        found.append((said, changed, other, solve_options(changed, other)))
+        options = solve_options(changed, other)
+        _may_share(changed, other, options)  # says where so many engines cannot be
+        found.append((said, changed, other, options))
     return found
 
 
@@ -693,43 +756,47 @@ def _why(best: Answer, options: SolveOptions, *, whole: bool) -> list[str]:
 
 
 def _what_if(
-    changes: list[tuple[str, PlanRequest, Problem, SolveOptions]],
-    best: Answer | None,
-    path: str | None,
+    changes: Sequence[ChangedJob], before: FoundPlan | None, path: str | None
 ) -> list[str]:
-    """Return what each change would do, planned by the same method: of all, by the best one.
+    """Return what each change would do: what the command answers with for the changed job.
 
-    Without a plan of the job as it is: what it would make possible.
+    Of all methods, by the best one. Without a plan of the job as it is: what a change would make
+    possible.
     """
     from llmpq.planner.cli.what_if import compared, made_possible, only_adds
 
     lines = []
     for change, request, problem, options in changes:
-        all_methods = options.method == "all"
-        if all_methods:
-            options = replace(options, method="exact" if best is None else best.outcome.method)
-        other: Answer | None = None
+        own = anew(options)
         try:
-            other, several = best_answer(request, problem, anew(options), path)
-            if several is not None and several.single is not None:
-                other = several.single
+            if options.method == "all":
+                method = "exact" if before is None else before.best.outcome.method
+                found = answer(problem, replace(own, method=method), path)
+                after = FoundPlan(problem=problem, best=found)
+            else:
+                after = find_plan(request, problem, own, path)
         except DoesNotFitError as error:
-            refused = error
-        own = None if all_methods else in_own_dtype(request, problem, other, path)
-        if own is not None:
-            other, _ = own
-        if other is None:
-            closer = closer_refusal(request, problem, refused, path)
+            closer = closer_refusal(request, problem, error, path)
             lines.append(f"what if {change}: {closer}")
             continue
-        if best is None:
-            said = made_possible(other.plan)
-        elif only_adds(change) and _is_worse(other, best, options):
+        if before is None:
+            said = made_possible(after.plan)
+        elif only_adds(change) and _scored(after, own) > _least_worse(_scored(before, own)):
             said = (
-                f"no better plan was found with it: {Speed.of_plan(best.plan).text} as without it "
-                "(a longer --time-limit may find one)"
+                f"no better plan was found with it: {Speed.of_found(before.plan).text} as without "
+                "it (a longer --time-limit may find one)"
             )
         else:
-            said = compared(best.plan, other.plan)
+            said = compared(before.plan, after.plan)
         lines.append(f"what if {change}: {said}")
     return lines
+
+
+def _scored(found: FoundPlan, options: SolveOptions) -> float:
+    """Return what the options make smallest."""
+    return score(found.best, found.plan.predicted, options)
+
+
+def _least_worse(value: float) -> float:
+    """Return the value above which another one is worse, not equal."""
+    return value + SAME_VALUE * max(1.0, abs(value))

@@ -27,6 +27,7 @@ from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.plans.gpu_memory import cluster_within
 from llmpq.plans.plan import Plan
+from llmpq.plans.topology import Topology
 from llmpq.precision import bits_of
 from llmpq.units import parse_size, shown_loss
 
@@ -200,26 +201,53 @@ def _moved(pin: str, cluster: Cluster, names: dict[str, str], change: str) -> st
     return f"{layers}={names[old]}"
 
 
-def compared(before: Plan, after: Plan) -> str:
-    """Return the new time, rate, bits and quality beside the old ones."""
+def compared(before: Plan | Topology, after: Plan | Topology) -> str:
+    """Return the new time, rate, bits, engines and quality beside the old ones."""
     old, new = before.predicted, after.predicted
     assert old is not None and new is not None, "the planner always predicts"
     slower = round(new.total_s / old.total_s - 1, 3) + 0.0  # never "-0.0%"
-    speed = Speed.of_plan(after).beside(Speed.of_plan(before))
+    speed = Speed.of_found(after).beside(Speed.of_found(before))
     return (
-        f"{new.total_s:.3f} s ({slower:+.1%}), {speed}, {bits_of(after.precisions)}, "
+        f"{new.total_s:.3f} s ({slower:+.1%}), {speed}, {_bits_of(after)}, "
+        f"{_engines_change(before, after)}{_waves_of(after)}"
         f"{loss_change(old.sum_omega, new.sum_omega)}"
     )
 
 
-def made_possible(after: Plan) -> str:
+def made_possible(after: Plan | Topology) -> str:
     """Return what a change gives where nothing fits without it."""
     new = after.predicted
     assert new is not None, "the planner always predicts"
+    engines = _num_engines(after)
+    several = f"{engines} engines, " if engines > 1 else ""
     return (
-        f"fits: {new.total_s:.3f} s, {Speed.of_plan(after).text}, "
-        f"{bits_of(after.precisions)}, quality loss {shown_loss(new.sum_omega)}"
+        f"fits: {new.total_s:.3f} s, {Speed.of_found(after).text}, {_bits_of(after)}, {several}"
+        f"{_waves_of(after)}quality loss {shown_loss(new.sum_omega)}"
     )
+
+
+def _bits_of(found: Plan | Topology) -> str:
+    """Return what layers have, of each engine where they differ."""
+    return " and ".join(dict.fromkeys(bits_of(plan.precisions) for plan in found.plans))
+
+
+def _waves_of(found: Plan | Topology) -> str:
+    """Return in how many waves rows run that do not fit at once."""
+    most = max(engine.waves for engine in found.engines) if isinstance(found, Topology) else 1
+    return f"rows in {most} waves, " if most > 1 else ""
+
+
+def _num_engines(found: Plan | Topology) -> int:
+    return len(found.plans)
+
+
+def _engines_change(before: Plan | Topology, after: Plan | Topology) -> str:
+    """Return how many engines there are, where there are several before or after."""
+    old, new = _num_engines(before), _num_engines(after)
+    if old == new:
+        return f"{new} engines as now, " if new > 1 else ""
+    now = "one engine" if new == 1 else f"{new} engines"
+    return f"{now} instead of {'one' if old == 1 else old}, "
 
 
 def loss_change(before: float, after: float) -> str:

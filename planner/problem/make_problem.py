@@ -55,7 +55,9 @@ from llmpq.plans.capabilities import (
     PACKED_KV,
     ExecutionMode,
     Lack,
+    execution_modes,
     lack_of,
+    lacking_sentence,
     packed_kv_sentence,
     without_tensor_cores,
 )
@@ -358,6 +360,10 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
         for kind, engine in dict.fromkeys((d.kind, d.spec.export_only) for d in cluster.devices)
         if engine is not None
     ]
+    gpu = any(not device.spec.is_cpu for device in cluster.devices)
+    modes = execution_modes(gpu=gpu, kv=KVPrecision.KV16, drafts=False)
+    lacking = lacking_sentence(spec, modes, max_len=workload.max_len)
+    notes += [] if lacking is None else [f"warning: {lacking}"]
     dense = dense_note(spec, cluster)
     return notes + ([] if dense is None else [dense])
 

@@ -26,6 +26,7 @@ from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.methods import SolveOptions, solve
 from llmpq.plans.plan import Plan, Predicted, SolverReport
+from llmpq.plans.topology import read_plan
 from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
@@ -153,15 +154,20 @@ def test_what_if_is_the_plan_of_the_changed_cluster_or_job(
         "+t4:2": _planned(capsys, *words, *flags, "--cluster", str(cards)),
     }
     asked = [flag for change in changes for flag in ("--what-if", change)]
-    code, text, _ = _run(capsys, *words, *flags, *asked, "--what-if", "batch=100")
+    waves = ["--what-if", "batch=100", "--what-if", "batch=400"]
+    code, text, _ = _run(capsys, *words, *flags, *asked, *waves)
     assert code == 0
     lines = [line for line in text.splitlines() if line.startswith("what if")]
-    refused = _refused(capsys, *words, *flags, "--global_bz", "100", "--engines", "1")
+    in_waves = tmp_path / "waves.json"
+    assert _run(capsys, *words, *flags, "--global_bz", "100", "-o", str(in_waves))[0] == 0
+    refused = _refused(capsys, *words, *flags, "--global_bz", "400")
     refused = refused.replace("--s ", "--prompt-len ").replace("--global_bz ", "--batch ")
     assert lines == [
         *(f"what if {change}: {compared(before, after)}" for change, after in changes.items()),
-        f"what if batch=100: {refused}",
+        f"what if batch=100: {compared(before, read_plan(in_waves))}",
+        f"what if batch=400: {refused}",
     ]
+    assert ", rows in 3 waves, " in lines[-2]
     assert _seconds(changes["-large-0"]) > _seconds(before) * 1.1
     assert _seconds(changes["+large"]) < _seconds(before)
     (line,) = [line for line in lines if line.startswith("what if bits=4")]

@@ -17,6 +17,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.planner.__main__ import main
 from llmpq.planner.cli import show_plan
 from llmpq.planner.cli.show_plan import best_answer
+from llmpq.planner.cli.what_if import compared, made_possible
 from llmpq.planner.export import request_shares
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.problem import Problem
@@ -369,15 +370,13 @@ def test_cards_are_called_slower_only_where_that_is_proven(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--what-if", "batch=4"], "note: --what-if plans one engine; without it several"),
+        (["--what-if", "batch=4"], ""),
         (["--max-devices", "2"], "note: --max-devices plans one pipeline; without it several"),
         (
             ["--pareto", "--pareto-points", "2"],
             "--engines 1 --tensor-parallel 1 instead of --pareto",
         ),
         (["--max-devices", "1", "--engines", "1"], "without it stages that devices share are"),
-        pytest.param(["--what-if", "batch=4", "--engines", "1"], "", marks=pytest.mark.seldom),
-        pytest.param(["--what-if", "batch=4", "--batch", "1"], "", marks=pytest.mark.seldom),
         (["--max-devices", "1", "--engines", "1", "--tensor-parallel", "1"], ""),
     ],
 )
@@ -620,6 +619,57 @@ def test_what_is_said_of_groups_is_not_said_of_all_plans(
     assert "proven" in proof or "above the best of pipelines with any of the groups" in proof
 
 
-def test_several_engines_are_compared_with_no_change() -> None:
-    words = ["--devices", "4090:2", "--model", "opt-1.3b", "--engines", "2", "--what-if", "batch=4"]
-    assert main(words) == 2
+@pytest.mark.parametrize(
+    ("devices", "job", "changes"),
+    [
+        (
+            "4090:2,3090",
+            "--model llama-3.1-8b --batch 64",
+            {"+4090": "4090:3,3090", "-3090": "4090:2", "-4090:2": "3090"},
+        ),
+        ("3090", "--model llama-3.1-8b --batch 1 --bits 16", {"+3090": "3090:2"}),
+        ("4090:2", "--model opt-1.3b --batch 8 --engines 2", {"+4090": "4090:3"}),
+        ("4060", "--model qwen3-14b --batch 8 --bits 8", {"+4060:3": "4060:4"}),
+        pytest.param(
+            "3090:2,3060:2",
+            "--model qwen3-14b --batch 32 --quality-budget 0.1",
+            {"+3060": "3090:2,3060:3", "-3090": "3090,3060:2", "+3090:2": "3090:4,3060:2"},
+            marks=pytest.mark.seldom,
+        ),
+    ],
+)
+def test_a_what_if_is_what_the_command_says_of_the_changed_devices(
+    devices: str,
+    job: str,
+    changes: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Engines, shared stages and pipelines alike."""
+    words = [*job.split(), "--prompt-len", "128", "--gen-len", "32"]
+
+    def made(kinds: str) -> Plan | Topology | None:
+        path = tmp_path / "plan.json"
+        code = main(["--devices", kinds, *words, "-o", str(path)])
+        capsys.readouterr()
+        return read_plan(path) if code == 0 else None
+
+    before = made(devices)
+    asked = [f"--what-if={change}" for change in changes]
+    code = main(["--devices", devices, *words, *asked])
+    assert code == (0 if before is not None else 5)
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("what if ")]
+    assert len(lines) == len(changes)
+    for line, (change, kinds) in zip(lines, changes.items(), strict=True):
+        after = made(kinds)
+        assert after is not None
+        said = made_possible(after) if before is None else compared(before, after)
+        assert line.partition(": ")[0].startswith(f"what if {change}") and line.endswith(said)
+
+
+def test_a_change_that_leaves_too_few_devices_for_the_engines_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--devices", "4090:2", "--model", "opt-1.3b", "--engines", "2", "--batch", "8"]
+    assert main([*words, "--what-if", "-4090"]) == 2
+    assert "--engines 2 needs as many devices and rows" in capsys.readouterr().err
