@@ -153,7 +153,7 @@ def by_kernel(call: Callable[[], object], repeats: int = 10) -> dict[str, tuple[
     spent: dict[str, tuple[float, float]] = {}
     ahead = 0.0
     for end, start, name in sorted(ran):
-        # A pause of the host between two calls is nobody's.
+        # A pause of the host between two calls is charged to no kernel.
         begin = ahead if start - ahead < PAUSE_US else start
         launches, us = spent.get(name, (0.0, 0.0))
         spent[name] = (launches + 1 / repeats, us + max(0.0, end - begin) / repeats)

@@ -234,7 +234,7 @@ REMEDY: dict[ExecutionMode, str] = {
 
 
 def require(spec: ModelSpec, modes: Collection[ExecutionMode], *, max_len: int) -> None:
-    """Raise `ValueError` for a run that meets a feature which one of its modes does not know."""
+    """Raise `ValueError` for a run that needs a feature which one of its modes does not have."""
     sentence = lacking_sentence(spec, modes, max_len=max_len)
     if sentence is not None:
         raise ValueError(sentence)

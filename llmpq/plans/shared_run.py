@@ -198,8 +198,8 @@ def _require_nothing_private(
     private = {str(stage[key]) for stage in report["stages"] for key in PRIVATE if stage.get(key)}
     private |= {node.host for node in plan.nodes if node.host}
     private |= {str(plan.model.path)} if plan.model.path else set()
-    kept = set(_texts(found.model_dump(mode="json")))
-    left = sorted(text for text in private if text in kept)
+    shared = set(_texts(found.model_dump(mode="json")))
+    left = sorted(text for text in private if text in shared)
     if left:
         raise ValueError(
             f"'{where}': {', '.join(left)} would be shared; it is also the name of a device kind "
@@ -208,7 +208,7 @@ def _require_nothing_private(
 
 
 def _texts(data: object) -> list[str]:
-    """Return every text in plain data, keys apart."""
+    """Return every text in plain data but the keys of mappings."""
     if isinstance(data, str):
         return [data]
     if isinstance(data, Mapping):

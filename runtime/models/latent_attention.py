@@ -40,7 +40,7 @@ class Index(nn.Module):
     def __init__(
         self, form: Indexer, q: Linear, key_Ih: Tensor, norm: Norm, weights_Hh: Tensor
     ) -> None:
-        """I channels of a key; `q` meets the queries' small vector."""
+        """I channels of a key; `q` multiplies the queries' small vector."""
         super().__init__()
         self.form = form
         self.q = q

@@ -2,7 +2,7 @@
 //
 //   a program takes a run of 16-row blocks of w: KW of its W warps share out a block's K, W / KW
 //   take blocks in turn. A warp asks for the k-groups of its slice, block after block, by cp.async,
-//   RING of them ahead, and waits for nobody else; x is loaded once by all
+//   RING of them ahead, and waits for no other warp; x is loaded once by all
 //       words -> registers -> code - zero -> left operand; x by ldmatrix -> right operand
 //       sums of a k-group times its scale, in float32
 //       (16 bits: w's rows by ldmatrix)
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(W * 32, 1)
 #endif
       for (int g = 0; g < count; g++) {
         wait_copies<RING - 2>();
-        __syncwarp();  // all have come, and nobody reads the slot before any more
+        __syncwarp();  // all have come, and no lane reads the slot before any more
         ask();
 #if DENSE
         const u32 own = at + (lane % 16) * ROW_BYTES + lane / 16 * 16;

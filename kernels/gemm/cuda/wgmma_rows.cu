@@ -8,7 +8,7 @@
 //       of x and WS of 128 k of words reach; its warps' registers go to the others
 //
 // A warpgroup unpacks the next 64 k while the tensor cores multiply the 64 before; one product is
-// always in flight, and warpgroups meet nobody. Programs are persistent; tiles that do not fill the
+// always in flight, and warpgroups wait for no other. Programs are persistent; tiles that do not fill the
 // last wave have their K shared out evenly (wgmma_parts.cu). Where tiles are fewer than
 // multiprocessors, SPLIT programs of a cluster share a tile's K instead: each sends the others its sums
 // of their rows of x, memory to memory, and adds up its own rows'. y leaves through shared memory,

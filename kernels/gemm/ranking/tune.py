@@ -42,17 +42,17 @@ class TunedProduct:
     tried: int
 
 
-def ranked(product: Product, machine: Machine, *, few: int = FEW) -> list[Config]:
+def ranked(product: Product, machine: Machine) -> list[Config]:
     """Return the configurations that the model of the machine expects to be fastest, best first.
 
     Behind them come tiles among the first whose x passes a ring, which the model does not know.
     """
     times = {c: expected_us(c, product, machine) for c in candidates(product, machine)}
     order = sorted(times, key=lambda config: times[config])
-    found = [c for c in order if times[c] <= NEAR * times[order[0]]][:few]
+    found = [c for c in order if times[c] <= NEAR * times[order[0]]][:FEW]
     plain = (c for c in found if c.kernel == "splitk_gemm" and c.stages == 1 and c.bm <= RING_ROWS)
     rings = (replace(c, x_stages=3, registers=None) for c in plain)
-    return found + list(dict.fromkeys(rings))[: few // 2]
+    return found + list(dict.fromkeys(rings))[: FEW // 2]
 
 
 def search(
