@@ -1,7 +1,7 @@
 """The largest temporary of a stage on a GPU, as runtime/backends/gpu/cuda_layers.py runs.
 
 Other moments than a CPU's (llmpq/sizes/workspace.py): products add the residual stream themselves,
-attention's output lives until its layer ends, a packed weight is made one dense matrix for many rows.
+attention's output lives until its layer ends, a packed weight is made dense for many rows.
 Besides there are what libraries keep, a decode graph's input and output, the inbox that a stage
 before writes into, and outputs that are still on their way to the stage behind.
 

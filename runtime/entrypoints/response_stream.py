@@ -85,7 +85,7 @@ class AsyncSubmitter:
         """Queue requests; returns once the first stage has them, or raises why it cannot."""
         done: asyncio.Future[None] = self.loop.create_future()
         self._waiting.append(((requests, listener), done))
-        if self._sending is None:  # it begins in the next round: requests of this one are sent with it
+        if self._sending is None:  # in the next round, with all of this one
             self._sending = self.loop.create_task(self._send())
         await done
 

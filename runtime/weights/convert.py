@@ -86,7 +86,7 @@ def _write_weights(shards: list[Path], target: Path) -> tuple[dict[str, str], in
 
 
 def _write_rest(source: Path, target: Path) -> None:
-    """Copy the files beside the weights; config.json last, without which no loader takes the directory."""
+    """Copy the other files; config.json last, without which no loader takes the directory."""
     found = {path for pattern in COPIED for path in source.glob(pattern)}
     for path in sorted(found, key=lambda path: (path.name == "config.json", path.name)):
         if path.name != BIN_INDEX:
