@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from llmpq.commands.output_paths import naming
@@ -32,12 +31,7 @@ class SampleLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with suppress(OSError):  # every line was flushed: only a refused one is tried again
             self._file.close()
 

@@ -137,23 +137,22 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     return data
 
 
+_AS_THEY_ARE = (
+    *("id", "max_new", "min_new", "priority", "cache_salt", "timeout_s"),
+    *("may_draft", "stream", "recorded"),
+)
+"""Fields of a request that JSON has, too; what a request has become while it ran is not sent."""
+
+
 def write_request(request: Request) -> dict[str, Any]:
     """Return a request's fields as JSON data."""
     return {
-        "id": request.id,
+        **{name: getattr(request, name) for name in _AS_THEY_ARE},
         "prompt": list(request.prompt),
-        "max_new": request.max_new,
         "stop_ids": sorted(request.stop_ids),
         "stop_texts": list(request.stop_texts),
         "sampling": asdict(request.sampling),
         "rules": None if request.rules is None else request.rules.to_data(),
-        "min_new": request.min_new,
-        "priority": request.priority,
-        "cache_salt": request.cache_salt,
-        "timeout_s": request.timeout_s,
-        "may_draft": request.may_draft,
-        "stream": request.stream,
-        "recorded": request.recorded,
         "output": list(request.output),
     }
 
@@ -161,19 +160,11 @@ def write_request(request: Request) -> dict[str, Any]:
 def read_request(fields: Mapping[str, Any]) -> Request:
     """Return the request `write_request` wrote."""
     return Request(
-        id=fields["id"],
+        **{name: fields[name] for name in _AS_THEY_ARE},
         prompt=tuple(fields["prompt"]),
-        max_new=fields["max_new"],
         stop_ids=frozenset(fields["stop_ids"]),
         stop_texts=tuple(fields["stop_texts"]),
         sampling=SamplerConfig(**fields["sampling"]),
         rules=None if fields["rules"] is None else LogitsConstraints.from_data(fields["rules"]),
-        min_new=fields["min_new"],
-        priority=fields["priority"],
-        cache_salt=fields["cache_salt"],
-        timeout_s=fields["timeout_s"],
-        may_draft=fields["may_draft"],
-        stream=fields["stream"],
-        recorded=fields["recorded"],
         output=list(fields["output"]),
     )
