@@ -33,6 +33,18 @@ def fields(config: Config, dense: tuple[int, ...] | None = None) -> dict[str, An
     return {**base, **own}
 
 
+def latent_of(config: Config) -> Latent:
+    """Return the form of latent attention."""
+    small = config.get("q_lora_rank") is not None
+    return Latent(
+        q_rank=size(config, "q_lora_rank") if small else 0,
+        kv_rank=size(config, "kv_lora_rank"),
+        nope_dim=size(config, "qk_nope_head_dim"),
+        rope_dim=size(config, "qk_rope_head_dim"),
+        v_dim=size(config, "v_head_dim"),
+    )
+
+
 def latent_fields(config: Config, *, knows: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the fields of a model with latents, its mixture left out.
 
@@ -45,14 +57,7 @@ def latent_fields(config: Config, *, knows: tuple[str, ...] = ()) -> dict[str, A
     for key in ("head_dim", "qk_head_dim"):
         config.get(key)  # the sum of others
     base = rotary_fields(config, partial_rotary=True, knows=knows)
-    small = config.get("q_lora_rank") is not None
-    latent = Latent(
-        q_rank=size(config, "q_lora_rank") if small else 0,
-        kv_rank=size(config, "kv_lora_rank"),
-        nope_dim=size(config, "qk_nope_head_dim"),
-        rope_dim=size(config, "qk_rope_head_dim"),
-        v_dim=size(config, "v_head_dim"),
-    )
+    latent = latent_of(config)
     rotated = base["rotary_dim"]
     if rotated not in (None, latent.rope_dim):
         raise ValueError(

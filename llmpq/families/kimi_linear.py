@@ -15,7 +15,7 @@ from llmpq.families.common.mixture_config import expert_names
 from llmpq.families.common.plain_families import Renamed
 from llmpq.families.common.record import linear_names
 from llmpq.families.common.recurrent_config import mixer_names, mixers
-from llmpq.families.common.spec_values import Latent, Recurrent
+from llmpq.families.common.spec_values import Recurrent
 from llmpq.families.glm4_moe import mixture
 
 ATTENTION_EVERY = 4
@@ -42,14 +42,7 @@ def fields(given: Config) -> dict[str, Any]:
     for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "use_grouped_topk"):
         config.get(key)  # the sum of others, unread, or said by `n_group`
     config.get("tie_word_embeddings")  # its class has an output matrix whatever this says
-    small = config.get("q_lora_rank") is not None
-    latent = Latent(
-        q_rank=size(config, "q_lora_rank") if small else 0,
-        kv_rank=size(config, "kv_lora_rank"),
-        nope_dim=size(config, "qk_nope_head_dim"),
-        rope_dim=size(config, "qk_rope_head_dim"),
-        v_dim=size(config, "v_head_dim"),
-    )
+    latent = deepseek.latent_of(config)
     ffn, delta = size(config, "intermediate_size"), section(config, "linear_attn_config") or {}
     where = "config.json, linear_attn_config"
     heads, dim, taps = (

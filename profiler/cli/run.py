@@ -34,7 +34,7 @@ from llmpq.profiler.timing.profile_host import (
     run,
 )
 from llmpq.profiler.timing.sample_file import SampleLog
-from llmpq.profiler.timing.shape_grid import TIMED_LAYERS, Reach, cases, make_grid
+from llmpq.profiler.timing.shape_grid import TIMED_LAYERS, Reach, make_grid
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def main(request: ProfileRequest) -> int:
     require_shapes(job)
     log.info("%s", foresight(job))
     with SampleLog(samples_path) as samples, _progress() as progress:
-        total = sum(len(_cases_of(job, device)) for device in job.devices)
+        total = sum(len(job.cases_of(device)) for device in job.devices)
         task = progress.add_task("starting", total=total)
 
         def on_case(case: TimedCase) -> None:
@@ -216,22 +216,9 @@ def _progress() -> Progress:
     )
 
 
-def _cases_of(job: ProfileJob, device: Device) -> tuple[TimedCase, ...]:
-    return tuple(
-        cases(
-            job.grid,
-            device_kind=device.profile_kind,
-            dtype=job.dtype,
-            precisions=job.precisions,
-            kv=job.kv,
-            shares=job.shares,
-        )
-    )
-
-
 def require_shapes(job: ProfileJob) -> None:
     """Raise `ValueError`, before anything is timed, where a part has too few shapes for a fit."""
-    timed = (case for device in job.devices for case in _cases_of(job, device) if not case.launch)
+    timed = (case for device in job.devices for case in job.cases_of(device) if not case.launch)
     for target, count in Counter(case.target for case in timed).items():
         if count < FEWEST_SHAPES:
             raise ValueError(
@@ -242,7 +229,7 @@ def require_shapes(job: ProfileJob) -> None:
 
 def foresight(job: ProfileJob) -> str:
     """Return how many cases a job has; how long each takes is seen once some are timed."""
-    count = sum(len(_cases_of(job, device)) for device in job.devices)
+    count = sum(len(job.cases_of(device)) for device in job.devices)
     return (
         f"{count:,} cases on {', '.join(device.profile_kind for device in job.devices)}; fewer "
         "with --quick, --bits or --job; those on disk are not timed again"

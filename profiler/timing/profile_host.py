@@ -92,6 +92,17 @@ class ProfileJob:
     groups: tuple[tuple[str, ...], ...] = ()
     """Profile kinds of devices whose sums are timed."""
 
+    def cases_of(self, device: Device) -> list[TimedCase]:
+        """Return every case of a device kind, the cases of one target together."""
+        return cases(
+            self.grid,
+            device_kind=device.profile_kind,
+            dtype=self.dtype,
+            precisions=self.precisions,
+            kv=self.kv,
+            shares=self.shares,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostProfile:
@@ -280,14 +291,7 @@ def _take(
 
     `compiled`: whether its kernels are there.
     """
-    wanted = cases(
-        job.grid,
-        device_kind=device.profile_kind,
-        dtype=job.dtype,
-        precisions=job.precisions,
-        kv=job.kv,
-        shares=job.shares,
-    )
+    wanted = job.cases_of(device)
     conditions = conditions_of(
         device,
         job.spec,

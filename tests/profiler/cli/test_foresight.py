@@ -28,5 +28,5 @@ def test_the_cases_that_are_said_are_those_that_are_timed(demo_model: str, words
     asked = ["--model", str(demo_model), "--cluster", "clusters/laptop-cpu.yaml", "-o", "c.json"]
     job = run.make_job(run_parser().read_as(ProfileRequest, [*asked, *words]))
     (device,) = job.devices
-    timed = len(run._cases_of(job, device))
+    timed = len(job.cases_of(device))
     assert run.foresight(job).startswith(f"{timed:,} cases on {device.profile_kind}; fewer with")
