@@ -1,6 +1,6 @@
 """`llmpq-profile`: what the parts of a model cost on this host, and how layers bear rounding.
 
-llmpq-profile [run] --model DIR|NAME --cluster c.yaml -o costs.json
+llmpq-profile [run] --model DIR|NAME [--cluster c.yaml] -o costs.json
 llmpq-profile indicator --kind variance --model DIR --text FILE -o omega.json
 llmpq-profile merge a.json b.json -o costs.json
 llmpq-profile tune --model DIR [--plan plan.json]

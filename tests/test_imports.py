@@ -68,6 +68,10 @@ ON_FIRST_USE = {
     ("llmpq", "runtime/entrypoints/llm"),
     ("llmpq", "planner/make"),
     ("llmpq", "plans/plan"),
+    ("commands/entry", "planner/__main__"),
+    ("commands/entry", "profiler/__main__"),
+    ("commands/entry", "profiler/cli/quantize"),
+    ("commands/entry", "runtime/cli/main"),
     ("runtime/launch/plans/auto_plan", "planner/make"),
     ("runtime/launch/plans/auto_plan", "planner/problem/discovery"),
     ("runtime/launch/plans/auto_plan", "planner/problem/known_plan"),
@@ -75,8 +79,8 @@ ON_FIRST_USE = {
     ("planner/evaluate/engine_simulation", "runtime/simulate/simulation"),
     ("planner/evaluate/engine_simulation", "runtime/simulate/step_times"),
 }
-"""The few imports upward: the front door, the one place where a run asks for a plan, and the one
-where the planner has the runtime's scheduler simulated."""
+"""The few imports upward: the front doors, of Python and of the commands, the one place where a run
+asks for a plan, and the one where the planner has the runtime's scheduler simulated."""
 
 BOTH_WAYS = {
     frozenset({"runtime/backends", "runtime/backends/gpu"}),  # what a GPU's runner is built on

@@ -39,7 +39,8 @@ class ProfileRequest:
     """What `run` measures, and where it writes."""
 
     model: str
-    cluster: Path
+    cluster: Path | None
+    """None: this machine."""
     output: Path
     samples: Path | None
     device: str | None
@@ -132,13 +133,13 @@ def run_parser() -> CommandParser:
     parser = CommandParser(
         "llmpq-profile run",
         "Time the layers, the embedding, the head and the links of this host: costs.json.",
-        example="llmpq-profile --model llama-3.1-8b --cluster my.yaml -o costs.json",
+        example="llmpq-profile --model llama-3.1-8b -o costs.json",
         notes=NOTES,
     )
     what = parser.section("what to time")
     what.flag("--model", required=True, help="model directory, GGUF file, or a built-in name")
     what.revision("model")
-    what.flag("--cluster", type=Path, required=True, help="cluster YAML")
+    what.flag("--cluster", type=Path, daily=True, help="cluster YAML (default: this machine)")
     hosts = "time every kind on a host of this Ray that has it, and the links between the hosts"
     what.flag("--ray-address", daily=True, also=("--address",), help=hosts)
     what.flag("--device", daily=True, help="only this device kind (default: all present here)")

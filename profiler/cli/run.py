@@ -15,7 +15,7 @@ from llmpq.costs.cost_model import CostModel, Shares
 from llmpq.devices.cluster import Cluster, Device
 from llmpq.devices.default_dtype import default_dtype
 from llmpq.devices.joined_devices import default_shares, group_kinds, is_cut
-from llmpq.devices.this_machine import usable_cores
+from llmpq.devices.this_machine import this_machine, usable_cores
 from llmpq.errors import ExitCode
 from llmpq.missing_packages import require_modules
 from llmpq.models.model_spec import ModelSpec
@@ -52,7 +52,7 @@ def main(request: ProfileRequest) -> int:
     job = make_job(request)
     samples_path = request.samples or request.output.with_suffix(".samples.jsonl")
     check_files(
-        {"--cluster": str(request.cluster)},
+        {"--cluster": None if request.cluster is None else str(request.cluster)},
         {"--output": str(request.output), "--samples": str(samples_path)},
     )
     require_shapes(job)
@@ -94,7 +94,9 @@ def make_job(
 
     `cluster`: instead of the file; `devices`: of another host, instead of those found here.
     """
-    spec, cluster = model_spec(request.model), cluster or Cluster.load(request.cluster)
+    spec = model_spec(request.model)
+    if cluster is None:
+        cluster = this_machine() if request.cluster is None else Cluster.load(request.cluster)
     if devices is None:
         devices = devices_here(cluster, request.device)
     on_gpu = any(not d.spec.is_cpu for d in devices)

@@ -49,6 +49,8 @@ HostWorker = actor_class(
 
 def main(request: ProfileRequest) -> int:
     """Profile all hosts of a cluster and write one costs.json; exit 8 if something was left out."""
+    if request.cluster is None:
+        raise ValueError("--ray-address times the hosts of a cluster file: give --cluster YAML")
     cluster, spec = Cluster.load(request.cluster), model_spec(request.model)
     if request.samples is not None:
         raise ValueError("--samples names a file of one host; leave it out with --ray-address")

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from llmpq.errors import ContextLengthError, DeadlineError, RequestFailedError, StageLostError
+from llmpq.runtime.options.vllm_options import VLLM_OPTIONS
 from llmpq.runtime.requests.sampling_params import SamplingParams
 
 _KINDS = {
@@ -141,7 +142,9 @@ def _no_path(request: Request) -> ApiError:
     short = "/" + re.sub("^(/*v1(?=/))+", "", path).strip("/")  # a base URL's /v1 twice, or not
     near = get_close_matches(f"/v1{short}", known, n=1, cutoff=0.9)
     found = next((one for one in (f"/v1{short}", short, *near) if one in known), "/")
-    meant = f"did you mean {found}?" if found != "/" else _ANSWERS
+    others = (said for own, said in OTHERS_PATHS.items() if short.startswith(own))
+    of_others = next(others, _ANSWERS)
+    meant = f"did you mean {found}?" if found != "/" else of_others
     return ApiError(404, f"nothing answers {path!r:.100}; {meant}", code="unknown_url")
 
 
@@ -151,6 +154,27 @@ _ANSWERS = (
     "/v1/completions with echo, logprobs and max_tokens 0)"
 )
 """What is said of Ollama's paths, llama.cpp's, and of abilities that this server has not."""
+
+
+_TEXT = "this server reads and writes text only"
+_BATCHES = "a file of requests is llmpq-dist run -i FILE -o FILE, which takes OpenAI's batch files"
+_AWAKE = "weights stay where they are: end the server, and start it again"
+_STATE = "what runs is at /v1/models, /version, /ready and /metrics"
+_TRACES = "each stage's steps are written by llmpq-dist serve --trace FILE"
+OTHERS_PATHS: Mapping[str, str] = {
+    **dict.fromkeys(("/load_lora", "/unload_lora", "/lora"), VLLM_OPTIONS["enable_lora"].instead),
+    **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), _AWAKE),
+    **dict.fromkeys(("/release_memory", "/resume_memory"), _AWAKE),
+    **dict.fromkeys(("/server_info", "/get_server_info", "/get_model_info", "/props"), _STATE),
+    **dict.fromkeys(("/slots", "/get_load", "/is_scaling"), _STATE),
+    **dict.fromkeys(("/start_profile", "/stop_profile"), _TRACES),
+    "/scale_elastic_ep": "engines are as many as --replicas or the plan says",
+    "/abort_request": "an answer ends when its client hangs up",
+    **dict.fromkeys(("/files", "/batches"), _BATCHES),
+    **dict.fromkeys(("/audio", "/images", "/videos"), _TEXT),
+    "/moderations": "this server generates text, and rates none",
+}
+"""How a path of another server's begins, without `/v1` -> what stands for it."""
 
 
 def _no_method(request: Request) -> ApiError:

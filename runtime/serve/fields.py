@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llmpq.runtime.options.vllm_options import VLLM_OPTIONS
+
 HINTS = frozenset(
     (
         "user",
@@ -57,6 +59,7 @@ _THOUGHTS = "only chats tell thoughts from text"
 _FIXED = "it is set when the server starts (--chat-template)"
 _KWARGS = 'write {"chat_template_kwargs": {"enable_thinking": true or false}}'
 _MEDIA = "the model reads and writes text only; leave it out"
+_ADAPTERS = VLLM_OPTIONS["enable_lora"].instead
 _GOES_ON = "set 'continue_final_message': true"
 _OUTSIDE = "this server runs no tools of its own; leave it out"
 
@@ -109,10 +112,12 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "ebnf": ((), _GUIDE),
     "stop_regex": (([],), "set 'stop'"),
     "no_stop_trim": ((False,), "set 'include_stop_str_in_output'"),
-    "lora_path": ((), "the server has one model"),
+    "lora_path": ((), _ADAPTERS),
     "custom_logit_processor": ((), _NO_SAMPLER),
     "separate_reasoning": ((True,), _THOUGHTS),
     # llama.cpp, Ollama and others
+    "lora": (([],), _ADAPTERS),
+    "adapter_id": ((), _ADAPTERS),
     "grammar": (("",), "set 'guided_grammar'"),
     "json_schema": (({},), _GUIDE),
     "n_predict": ((), "set 'max_tokens'"),

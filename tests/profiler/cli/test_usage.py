@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from llmpq.devices.cluster import Cluster
+from llmpq.devices.this_machine import this_machine
 from llmpq.profiler.__main__ import main
-from llmpq.profiler.cli import indicator
+from llmpq.profiler.cli import indicator, run_hosts
 from llmpq.profiler.cli.flags import ProfileRequest, run_parser
 from llmpq.profiler.cli.run import make_job
 from llmpq.profiler.timing.sample_file import SampleLog
@@ -126,3 +127,15 @@ def test_kv_that_no_pool_of_a_gpu_keeps_is_not_timed(tmp_path: Path) -> None:
     make_job(replace(in_float32, kv="kv16"), cluster, devices=cluster.devices)
     job = make_job(replace(request, model="opt-2.7b"), cluster, devices=cluster.devices)
     assert max(v * length for v, length in job.grid.decode) * 2 * 32 * 80 * 2 * 4 <= 15 << 28
+
+
+def test_without_a_cluster_file_this_machine_is_profiled(demo_model: Path) -> None:
+    words = f"--model {demo_model} --kv kv16 -o costs.json"
+    job = make_job(run_parser().read_as(ProfileRequest, words.split()))
+    assert {device.name for device in job.devices} <= {d.name for d in this_machine().devices}
+
+
+def test_hosts_of_a_ray_are_those_of_a_cluster_file() -> None:
+    words = "--model opt-13b --ray-address 127.0.0.1:1 -o costs.json"
+    with pytest.raises(ValueError, match="hosts of a cluster file: give --cluster YAML"):
+        run_hosts.main(run_parser().read_as(ProfileRequest, words.split()))

@@ -47,7 +47,7 @@ OTHERS = {  # of llama.cpp, Ollama and Transformers, as their clients send them
     *("n_keep", "id_slot", "t_max_predict_ms", "timings_per_token", "return_progress"),
     *("reasoning_format", "mirostat_tau", "repeat_last_n", "dry_base", "xtc_threshold"),
     *("keep_alive", "num_ctx", "num_predict", "max_new_tokens", "max_length", "do_sample"),
-    *("num_beams", "extra_body"),
+    *("num_beams", "extra_body", "lora", "adapter_id"),
 }
 VLLM = {
     "thinking_token_budget",
