@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -34,3 +34,20 @@ def numbered(assembly: str, *, pairs: int = 0) -> str:
             f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, p{i};", f"mov.b32 %{i}, p{i};"
         )
     return re.sub(r"\$(\d+)", lambda found: f"%{int(found[1]) - pairs}", assembly)
+
+
+def zero_constants(known: Sequence[int], assembly: str | None) -> str:
+    """Return the device function that makes what unpacking subtracts of a pair of zero points.
+
+    `known`: what it is for symmetric words. `assembly`: Triton's, which makes as many of the pair;
+    None for symmetric words.
+    """
+    start = "__device__ __forceinline__ void zero_constants(u32 (&z)[ZC], u32 pairs) {\n"
+    if assembly is None:
+        return (
+            start
+            + "".join(f"  z[{i}] = {value:#010x}u;\n" for i, value in enumerate(known))
+            + "}\n"
+        )
+    outputs = ", ".join(f'"=&r"(z[{i}])' for i in range(len(known)))
+    return f'{start}  asm("{numbered(assembly)}" : {outputs} : "r"(pairs));\n}}\n'

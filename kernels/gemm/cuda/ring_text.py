@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from llmpq.kernels.gemm.cuda.cuda_text import defined, numbered, part
+from llmpq.kernels.gemm.cuda.cuda_text import defined, numbered, part, zero_constants
 from llmpq.kernels.gemm.gluon.gluon_unpack import CONSTANTS, plain_text, zero_text
 from llmpq.kernels.gemm.ranking.ring_plan import RingForm
-
-_ZEROS = "__device__ __forceinline__ void zero_constants(u32 (&z)[ZC], u32 pairs) {\n"
 
 
 @functools.lru_cache(maxsize=256)
@@ -44,9 +42,5 @@ def _unpacking(form: RingForm) -> str:
             f'const u32 (&z)[ZC]) {{\n  asm("{assembly}" : "=&r"(p), "=&r"(q) : '
             f"{', '.join(words + taken)});\n}}\n"
         )
-    if form.zeros:
-        outputs = ", ".join(f'"=&r"(z[{i}])' for i in range(len(constants)))
-        assembly = numbered(zero_text(form.bits, form.kind))
-        return found + f'{_ZEROS}  asm("{assembly}" : {outputs} : "r"(pairs));\n}}\n'
-    values = "".join(f"  z[{i}] = {v:#010x}u;\n" for i, v in enumerate(constants))
-    return found + _ZEROS + values + "}\n"
+    made = zero_text(form.bits, form.kind) if form.zeros else None
+    return found + zero_constants(constants, made)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from llmpq.kernels.gemm.cuda.cuda_text import defined, numbered, part, wgmma_parts
+from llmpq.kernels.gemm.cuda.cuda_text import defined, numbered, part, wgmma_parts, zero_constants
 from llmpq.kernels.gemm.cuda.rows_unpack import (
     JOIN,
     SCALE,
@@ -92,14 +92,11 @@ def _unpacking(tile: RowsTile) -> str:
 
 def _zero_constants(tile: RowsTile) -> str:
     """Return the device function that makes what unpacking takes off of a pair of zeros."""
-    start = "__device__ __forceinline__ void zero_constants(u32 (&z)[ZC], u32 pairs) {\n"
+    bits, kind = tile.bits, tile.kind
+    known = CONSTANTS[3, kind] if bits == 3 else symmetric_zeros(bits, kind)
     if not tile.zeros:
-        known = CONSTANTS[3, tile.kind] if tile.bits == 3 else symmetric_zeros(tile.bits, tile.kind)
-        return start + "".join(f"  z[{i}] = {v:#010x}u;\n" for i, v in enumerate(known)) + "}\n"
-    outputs = ", ".join(f'"=&r"(z[{i}])' for i in range(_zero_count(tile)))
-    found = three_zeros(3, tile.kind) if tile.bits == 3 else zero_text(tile.bits, tile.kind)
-    assembly = numbered(found)
-    return f'{start}  asm("{assembly}" : {outputs} : "r"(pairs));\n}}\n'
+        return zero_constants(known, None)
+    return zero_constants(known, three_zeros(3, kind) if bits == 3 else zero_text(bits, kind))
 
 
 def _product(tile: RowsTile) -> str:
