@@ -218,8 +218,9 @@ class CostBook:
         profile = () if self.profile is None else self.profile.entries
         measured = [entry for entry in profile if entry.source == "profile"]
         kinds = {entry.device_kind for entry in measured if outside(entry)}
-        imported = None if self.profile is None else self.profile.versions.get("imported")
-        older = {entry.device_kind for entry in measured if entry.padding == "none"}
+        # Tables of others are not padded either, and have no sampled shapes.
+        own = [entry for entry in measured if entry.sampled_v is not None]
+        older = {entry.device_kind for entry in own if entry.padding == "none"}
         notes = []
         for kind in dict.fromkeys(d.profile_kind for d in devices):
             if kind in kinds:
@@ -228,7 +229,7 @@ class CostBook:
                     f"samples; times are extrapolated (llmpq-profile --max-batch {work.batch} "
                     f"--max-len {tokens})"
                 )
-            if kind in older and imported is None:
+            if kind in older:
                 notes.append(
                     f"{kind}: measured by an older llmpq-profile, which timed another engine than "
                     "the one that serves; profile it again"
