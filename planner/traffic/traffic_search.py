@@ -59,7 +59,7 @@ MOST_JOINED = 8
 """Engines of several devices or groups that are planned, of each number of requests at once."""
 STEPS_HOPE = 3.0
 """Times a rate that other steps may give. Seen: up to 2.5, where hardly a request is in time."""
-SOLVING_SHARE = 0.4
+SOLVING_SHARE = 0.3
 """Share of the time left that plans are looked for; then they are simulated."""
 SIMPLE_SHARE = 0.8
 """Share of the time left that the simulation of one simple way may take."""
@@ -389,7 +389,7 @@ def _searched(
         raise DoesNotFitError(_nothing(traffic, complete, exactly))
     kept = any(search.is_asked(one) and search.worth(one)[0] for one in found.values() if one)
     if chosen and objective == "rate" and not kept:
-        search.allow(0.5)
+        search.allow(SIMPLE_SHARE)
         found |= _all_valued(search, {"best": _best_sum(search) or chosen})
     elif chosen:
         names = {f"few {n}": few for n, few in _others(search, chosen).items()}
@@ -509,6 +509,7 @@ def _by_itself(search: _Search, v: Vector, above_per_s: float = 0.0) -> float:
         tried = [first]
         if above_per_s and is_far_below(above_per_s, first.steady.rate_per_s):
             others = (search.in_steps(v, size) for size in STEP_TOKENS)
+            tried += _at_once(search, v, first)
             tried += [one for one in others if one is not None]
         found = next((one for one in tried if search.rate(one, above_per_s) is not None), None)
         if found is None:
@@ -522,27 +523,39 @@ def _by_itself(search: _Search, v: Vector, above_per_s: float = 0.0) -> float:
 def _in_best_steps(search: _Search, v: Vector, above_per_s: float = 0.0) -> float:
     """Return the highest rate of an engine by itself in any steps, and note its plan in the best.
 
-    0 where it is not above a rate in those that are tried first.
+    0 where it is not above a rate in those that are tried first. Where a steady state says little
+    of the rate, engines for other numbers of requests at once are tried, too.
     """
     rate, like = _by_itself(search, v, above_per_s), search.vectors.canonical(v)
     if like not in search.alone or like in search.in_best_steps:
         return rate
-    search.alone[like], rate = best_variant(
-        (search.alone[like], rate),
-        STEP_TOKENS,
-        partial(_in_other_steps, search, v),
-        lambda one: math.log(max(one[1], 1e-12)) - search.planner.price * one[0].loss,
-    )
+    best = search.alone[like], rate
+    worth = lambda one: math.log(max(one[1], 1e-12)) - search.planner.price * one[0].loss  # noqa: E731
+    in_steps = (search.in_steps(v, size) for size in STEP_TOKENS)
+    best = best_variant(best, in_steps, partial(_above, search), worth)
+    if is_far_below(best[1], best[0].steady.rate_per_s):
+        best = best_variant(best, _at_once(search, v, best[0]), partial(_above, search), worth)
+    search.alone[like], rate = best
     search.in_best_steps.add(like)
     return rate
 
 
-def _in_other_steps(
-    search: _Search, v: Vector, step_tokens: int, best: tuple[EnginePlan, float]
+def _at_once(search: _Search, v: Vector, like: EnginePlan) -> list[EnginePlan]:
+    """Return an engine in the steps of another for other requests at once, of about its rate.
+
+    By their steady states: fewer at once may be in time where prompts come together.
+    """
+    tokens, least = like.step_tokens, like.steady.rate_per_s
+    found = (search.engine(v, number, tokens) for number in REQUESTS_AT_ONCE)
+    able = [one for one in found if one and not is_far_below(one.steady.rate_per_s, least)]
+    return [one for one in able if alike(one) != alike(like)]
+
+
+def _above(
+    search: _Search, other: EnginePlan | None, best: tuple[EnginePlan, float]
 ) -> tuple[EnginePlan, float] | None:
-    """Return an engine in other steps, and its rate, if it may be worth more than the best."""
+    """Return another plan of an engine, and its rate, if it may be worth more than the best."""
     engine, rate = best
-    other = search.in_steps(v, step_tokens)
     if other is None or alike(other) == alike(engine) or search.left_s() < 0:
         return None
     dearer = math.exp(search.planner.price * (other.loss - engine.loss))
