@@ -8,8 +8,6 @@ import logging
 import signal
 import socket
 import threading
-import time
-from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmpq.commands.interrupts import END_S, end_within
 from llmpq.precision import bits_of
@@ -26,7 +23,8 @@ from llmpq.runtime.elastic.control_socket import answering
 from llmpq.runtime.entrypoints.llm import LLM
 from llmpq.runtime.launch.stages.gc_freeze import gc_freeze
 from llmpq.runtime.serve.app import make_app
-from llmpq.runtime.serve.gate import ARRIVED, Gated
+from llmpq.runtime.serve.gate import Gated
+from llmpq.runtime.serve.http_protocol import protocol
 from llmpq.runtime.serve.service import Service
 
 _log = logging.getLogger("llmpq.serve")
@@ -42,98 +40,6 @@ _BACKLOG = 2048
 """Connections that may wait to be taken: as many as uvicorn's."""
 _LOST_S = 1.0
 """How long a server whose engine is lost answers 503 before it ends: its clients hear of it."""
-
-
-class _Watched(H11Protocol):
-    """Hangs up on clients that take nothing of an answer for `limit_s`.
-
-    Of h11, not httptools: that one is quicker, but bounds no head and drops the body of a request
-    that offers another protocol, as all requests of Java's client do.
-    """
-
-    limit_s: float
-    _reading: TimerHandle | None = None
-    """Runs while an answer waits for its reader."""
-
-    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        # What the system does not take at once is known at once. TLS waits at a limit, not above.
-        encrypted = transport.get_extra_info("sslcontext") is not None
-        transport.set_write_buffer_limits(high=1 if encrypted else 0)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._resumed()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._wait_for_reader()
-
-    def resume_writing(self) -> None:
-        self._resumed()
-        super().resume_writing()
-
-    def _wait_for_reader(self) -> None:
-        left = self.transport.get_write_buffer_size()
-        self._reading = self.loop.call_later(self.limit_s, self._unread, left)
-
-    def _unread(self, before: int) -> None:
-        """Hang up on a client that has taken nothing; what is not sent is dropped."""
-        if self.transport.get_write_buffer_size() < before:
-            self._wait_for_reader()
-        else:
-            self.transport.abort()
-
-    def _resumed(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
-
-
-def protocol(head_timeout_s: float, write_timeout_s: float) -> type[H11Protocol]:
-    """Return uvicorn's protocol with a deadline for the head of every request, and for readers.
-
-    uvicorn bounds how long a connection is idle after a request, not how long a request takes to
-    arrive, nor an answer to be read: clients that send a byte now and then, or never read, would
-    hold connections, and their answers' memory, for ever.
-    """
-
-    class Bounded(_Watched):
-        limit_s = write_timeout_s
-        _deadline: TimerHandle | None = None
-
-        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._deadline = self.loop.call_later(head_timeout_s, self._late)
-
-        def data_received(self, data: bytes) -> None:
-            read_s, waited = time.perf_counter(), not self._busy()
-            if self._deadline is None and waited:
-                self._deadline = self.loop.call_later(head_timeout_s, self._late)
-            super().data_received(data)
-            if self._busy():
-                self._disarm()
-                if waited:  # the application begins in the loop's next round
-                    self.scope[ARRIVED] = read_s  # type: ignore[literal-required]
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._disarm()
-            super().connection_lost(exc)
-
-        def _busy(self) -> bool:
-            return self.cycle is not None and not self.cycle.response_complete
-
-        def _disarm(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-        def _late(self) -> None:
-            self._deadline = None
-            if not self._busy() and not self.transport.is_closing():
-                self.transport.close()
-
-    return Bounded
 
 
 def listening(host: str, port: int) -> list[socket.socket]:
