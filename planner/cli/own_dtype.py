@@ -36,8 +36,8 @@ def in_own_dtype(
     """
     cluster = problem.cluster
     lacking = without_bfloat16(cluster)
-    stages = () if best is None else best.plan.stages
-    used = any(stage.kind in lacking for stage in stages)
+    places = () if best is None else best.plan.places
+    used = any(place.kind in lacking for place in places)
     pinned = any(cluster.device(name).kind in lacking for name in problem.pins)
     slower = problem.workload.dtype == "float32"
     if pinned or ((used or best is None) and not slower):
@@ -133,7 +133,7 @@ def instead_of_float32(
 def where_unused(
     request: PlanRequest,
     problem: Problem,
-    plan: Plan,
+    plan: Plan | Topology,
     notes: Sequence[str],
     *,
     usual_context: int | None = None,
@@ -143,13 +143,35 @@ def where_unused(
     other requests may need these cards: what they cost is still said.
     """
     dtype, lacking = problem.workload.dtype, without_bfloat16(problem.cluster)
-    if dtype == "float32" or any(stage.kind in lacking for stage in plan.stages):
+    if dtype == "float32" or any(place.kind in lacking for place in plan.places):
         return dtype, list(notes)
     alone = over_own_dtype(request, problem, usual_context=usual_context)
     if alone is None:
         return dtype, list(notes)
     note, said = _dtype_note(problem), _unused(lacking, alone)
     return alone.workload.dtype, [said if n == note else n for n in notes]
+
+
+def in_dtype(plan: Plan | Topology, dtype: Dtype) -> Plan | Topology:
+    """Return a plan in another dtype of as many bytes, in which its devices are as fast."""
+    if isinstance(plan, Plan):
+        return _engine_in_dtype(plan, dtype)
+    engines = tuple(
+        one.model_copy(update={"plan": _engine_in_dtype(one.plan, dtype)}) for one in plan.engines
+    )
+    workload = plan.workload.model_copy(update={"dtype": dtype})
+    return plan.model_copy(update={"engines": engines, "workload": workload})
+
+
+def _engine_in_dtype(plan: Plan, dtype: Dtype) -> Plan:
+    assert plan.inputs is not None, "the planner always writes the entries"
+    costs = tuple(
+        entry.model_copy(update={"dtype": dtype}) if entry.dtype == plan.workload.dtype else entry
+        for entry in plan.inputs.costs
+    )
+    inputs = plan.inputs.model_copy(update={"costs": costs})
+    workload = plan.workload.model_copy(update={"dtype": dtype})
+    return plan.model_copy(update={"workload": workload, "inputs": inputs})
 
 
 def of_unused(request: PlanRequest, problem: Problem, notes: Sequence[str], said: str) -> list[str]:

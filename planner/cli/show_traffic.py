@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from llmpq.planner.cli.certificates import save_plan
 from llmpq.planner.cli.long_search import line_if_long
-from llmpq.planner.cli.own_dtype import instead_of_float32
+from llmpq.planner.cli.own_dtype import in_dtype, instead_of_float32, where_unused
 from llmpq.planner.cli.report import print_plan, remarks_of
 from llmpq.planner.cli.show_plan import (
     PlanJob,
@@ -63,12 +63,7 @@ def traffic_job(request: PlanRequest) -> tuple[PlanJob, NamedTraffic, TrafficObj
     objective = _objective(request, traffic)
     check_outputs(request)
     lengths = MeanLengths.of(traffic)
-    of_means = replace(
-        request,
-        objective="makespan",
-        prompt_len=min(512, math.ceil(lengths.prompt)),
-        gen_len=min(100, math.ceil(lengths.output)),
-    )
+    of_means = _of_means(request, lengths)
     job = read_job(of_means)
     problem, notes = instead_of_float32(of_means, job.problem, job.notes)
     options = solve_options(of_means, problem)
@@ -82,6 +77,16 @@ def traffic_job(request: PlanRequest) -> tuple[PlanJob, NamedTraffic, TrafficObj
     return job, traffic, objective
 
 
+def _of_means(request: PlanRequest, lengths: MeanLengths) -> PlanRequest:
+    """Return the batch job of which an engine's plan is made."""
+    return replace(
+        request,
+        objective="makespan",
+        prompt_len=min(512, math.ceil(lengths.prompt)),
+        gen_len=min(100, math.ceil(lengths.output)),
+    )
+
+
 def show_traffic(request: PlanRequest) -> None:
     """Plan for live traffic, check, write `-o`, and print."""
     job, traffic, objective = traffic_job(request)
@@ -91,7 +96,9 @@ def show_traffic(request: PlanRequest) -> None:
         found = search_traffic(
             job.problem, job.options, job.path, traffic, objective, exactly=exactly
         )
-    plan = found.plan
+    of_means = _of_means(request, MeanLengths.of(traffic))
+    dtype, notes = where_unused(of_means, job.problem, found.plan, job.notes)
+    plan = in_dtype(found.plan, dtype)
     if request.output:
         save_plan(request.output, plan)
     lines = traffic_lines(found, traffic, objective)
@@ -99,9 +106,9 @@ def show_traffic(request: PlanRequest) -> None:
         from llmpq.pictures.plan_page import Beside, plan_page, topology_page
 
         page = (
-            topology_page(plan, [*lines, *job.notes])
+            topology_page(plan, [*lines, *notes])
             if isinstance(plan, Topology)
-            else plan_page(plan, Beside(why=[], changes=lines, notes=job.notes, methods=[]))
+            else plan_page(plan, Beside(why=[], changes=lines, notes=notes, methods=[]))
         )
         write_report(request.report, page)
     if request.json:
@@ -109,12 +116,12 @@ def show_traffic(request: PlanRequest) -> None:
         return
     console = open_console()
     if isinstance(plan, Topology):
-        print_topology(console, plan, lines, job.notes, seconds=found.seconds)
+        print_topology(console, plan, lines, notes, seconds=found.seconds)
     else:
-        print_plan(console, plan, seconds=found.seconds, alternatives=lines, notes=job.notes)
+        print_plan(console, plan, seconds=found.seconds, alternatives=lines, notes=notes)
     rate = found.best.rate.rate_per_s if traffic.rate_per_s is None else traffic.rate_per_s
     print_measures(console, found.best.served, traffic.limits, rate)
-    for line in remarks_of(job.notes):
+    for line in remarks_of(notes):
         say(console, line)
     for path_written in filter(None, (request.output, request.report)):
         say(console, f"wrote {path_written}")
