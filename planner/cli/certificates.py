@@ -177,17 +177,23 @@ def verified_lines(name: str, plan: dict[str, Any], found: Verified, most_waves:
     return lines
 
 
-def robust_line(found: Verified) -> str:
-    """Return by how much all costs may be wrong at least for the plan to stay near the best.
+def robust_share(found: Verified) -> float:
+    """Return the largest share that all costs may be wrong by, whatever other plans there may be.
 
     If each time is wrong by at most a share x, the plan takes (1 + x) of its own time at most, any
-    other (1 - x) of its at least.
+    other (1 - x) of its at least. It is the largest where another plan has the bound and no cost in
+    common with this one; costs that they share, or a best other plan that is slower, allow more.
     """
     most = (1 + NEAR) * found.bound
-    share = (most - found.value) / (most + found.time_s)
+    return (most - found.value) / (most + found.time_s)
+
+
+def robust_line(found: Verified) -> str:
+    """Return by how much all costs may be wrong at least for the plan to stay near the best."""
+    share = robust_share(found)
     if share <= 0:
         return f"the bound does not show that the plan stays within {NEAR:.0%} of the best"
     return (
-        f"robust: every cost may be off by up to {share:.2%} either way, each by itself, and the "
-        f"plan is within {NEAR:.0%} of the best"
+        f"robust: with every cost off by up to {share:.2%} either way, each by itself, the plan is "
+        f"within {NEAR:.0%} of the best; it may be with more, where plans share costs"
     )

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import combinations_with_replacement, product
 from pathlib import Path
@@ -17,12 +18,24 @@ from typing import Any
 
 import pytest
 
+from llmpq.costs.cost_model import CostModel, LatencyEntry
 from llmpq.devices.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.__main__ import main
 from llmpq.planner.check import verify as verify_module
 from llmpq.planner.check.build_plan import build_plan
-from llmpq.planner.check.verify import PRICE, Refused, bounds, digest, most_rows, verify
+from llmpq.planner.check.verify import (
+    PRICE,
+    Refused,
+    Verified,
+    bounds,
+    digest,
+    most_rows,
+    verify,
+)
+from llmpq.planner.cli.certificates import robust_share
+from llmpq.planner.evaluate import objective
+from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import sum_omega
 from llmpq.planner.problem.limits import MOST_WAVES
 from llmpq.planner.solving import certificate as certificate_module
@@ -31,6 +44,7 @@ from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import best_plan
 from llmpq.planner.solving.topologies import best_topology
 from llmpq.planner.solving.topology_search import KnownPipeline
+from reference.brute_force import assignments, brute_force
 from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure]
@@ -347,6 +361,45 @@ def test_the_most_rows_are_those_of_the_best_disjoint_engines() -> None:
             )
             if most is not None:
                 assert most_rows(counts, rows, exactly) == most
+
+
+@pytest.mark.parametrize("seed", [0, 3, 4])
+def test_a_plan_stays_near_the_best_with_every_cost_off_by_what_is_said(seed: int) -> None:
+    """By all plans there are, at random corners, and with its own costs up and all others down."""
+    rng = random.Random(seed)
+    p = random_problem(rng, layers=(2, 3), kinds=(2, 2), devices=(1, 1), precisions=2, batch=2)
+    found = best_plan(p, SolveOptions(gap=1e-9, time_limit_s=math.inf))
+    own = found.outcome.assignment
+    of_all = {"value": objective.value(p, own), "time_s": objective.job_time(p, own).total_s}
+    share = robust_share(Verified(**of_all, bound=brute_force(p)[0], parts=1))
+    assert 0.02 < share < 0.05
+    plans = [a for a in assignments(p) if fits(p, a)]
+    costs = p.costs.estimate
+    kinds = {p.classes[stage.cls].name.partition("@")[0] for stage in own.stages}
+
+    def ratio(x: float, sign: Callable[[LatencyEntry], int]) -> float:
+        data = costs.model_dump(by_alias=True)
+        for one, entry in zip(costs.entries, data["entries"], strict=True):
+            factor = 1 + x * sign(one)
+            for regime in entry["regimes"]:
+                regime["terms"] = {name: s * factor for name, s in regime["terms"].items()}
+        changed = replace(p, costs=replace(p.costs, estimate=CostModel(**data)))
+        values = (objective.value(changed, a) for a in plans)
+        return objective.value(changed, own) / min(values)
+
+    assert ratio(0.0, lambda _: 1) == pytest.approx(1.0)
+    assert ratio(share, lambda one: 1 if one.device_kind in kinds else -1) <= 1.05
+    worst = max(ratio(share, lambda _: rng.choice([-1, 1])) for _ in range(20))
+    assert worst <= 1.05
+    assert max(ratio(0.6, lambda _: rng.choice([-1, 1])) for _ in range(20)) > 1.05
+
+
+def test_what_costs_may_be_off_by_is_the_most_where_another_plan_is_as_quick() -> None:
+    """By hand: of two plans of 2 s that share no cost, one slower by x, the other quicker by x."""
+    share = robust_share(Verified(value=2.0, time_s=2.0, bound=2.0, parts=1))
+    assert 2.0 * (1 + share) == pytest.approx(1.05 * 2.0 * (1 - share))
+    lossy = robust_share(Verified(value=3.0, time_s=2.0, bound=2.9, parts=1))
+    assert 1.0 + 2.0 * (1 + lossy) == pytest.approx(1.05 * 2.9 * (1 - lossy))
 
 
 def test_it_imports_the_standard_library_alone() -> None:
