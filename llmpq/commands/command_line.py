@@ -393,11 +393,19 @@ class CommandParser:
         flags = {name for action in self._appended for name in action.option_strings}
         return before[-1] if before and before[-1] in flags else None
 
+    def _meant(self, word: str, argv: Sequence[str]) -> str | None:
+        """Return the flag that a word without one is most likely meant for."""
+        if self._flag_of is not None:
+            return self._flag_of(word)
+        given = {one.partition("=")[0] for one in argv}
+        asked = "--model" in self._spelled_flags() - given and not self._positionals
+        is_model = os.path.isdir(word) or word.lower().endswith(".gguf")
+        return "--model" if asked and is_model else None
+
     def _unknown(self, word: str, argv: Sequence[str]) -> ValueError:
         """Return the error of a word that is no flag or value, with what was probably meant."""
         if not word.startswith("-"):
-            flag = self._repeated(word, argv)
-            flag = self._flag_of(word) if flag is None and self._flag_of is not None else flag
+            flag = self._repeated(word, argv) or self._meant(word, argv)
             hint = "" if flag is None else f": write {flag} {word}"
             return ValueError(f"'{word}' belongs to no flag{hint}; see {self.program} --help-all")
         flag = word.partition("=")[0]

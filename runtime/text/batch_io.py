@@ -32,6 +32,7 @@ from llmpq.runtime.text.made_with import differences
 _log = logging.getLogger("llmpq.output")
 
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_TABLES = (".csv", ".tsv")
 
 
 def read_rows(path: str | Path, defaults: Defaults) -> list[BatchRow]:
@@ -50,6 +51,11 @@ def read_rows(path: str | Path, defaults: Defaults) -> list[BatchRow]:
     except OSError as error:
         raise ValueError(f"'{path}' cannot be read: {error.strerror}") from None
     suffix = Path(path).suffix or Path(path).resolve().suffix  # /dev/stdin < rows.jsonl
+    if suffix.lower() in _TABLES:
+        raise ValueError(
+            f"'{path}' is a table ({suffix}), of which no column is known to be the prompts: write "
+            'JSON lines, {"prompt": "..."} each (.jsonl), or one prompt a line (.txt)'
+        )
     is_json = suffix.lower() in _JSON_SUFFIXES or (
         not Path(path).is_file() and text.lstrip().startswith('{"')
     )

@@ -211,3 +211,15 @@ def test_a_broken_pipe_elsewhere_is_told() -> None:
     err = io.StringIO()
     assert run_command("x", run, err=err) == 2
     assert "Broken pipe" in err.getvalue()
+
+
+def test_a_model_without_its_flag_is_answered_with_it(tmp_path: Path) -> None:
+    made = CommandParser("llmpq-x run", "Do x.", example="llmpq-x run --model m")
+    made.section("job").flag("--model", help="a directory")
+    for word in (str(tmp_path), "m.gguf"):
+        with pytest.raises(ValueError, match=f"'{word}' belongs to no flag: write --model {word};"):
+            made.read([word])
+        with pytest.raises(ValueError, match=f"'{word}' belongs to no flag; see"):
+            made.read(["--model", "m", word])
+    with pytest.raises(ValueError, match="'other' belongs to no flag; see"):
+        made.read(["other"])

@@ -91,6 +91,13 @@ def test_plain_rows_token_prompts_and_text(tmp_path):
     assert [row.sampling.seed for row in rows] == [40, 41], "equal prompts draw differently"
 
 
+def test_a_table_is_not_read_as_a_prompt_a_line(tmp_path):
+    path = tmp_path / "prompts.csv"
+    path.write_text("id,prompt\n1,one\n")
+    with pytest.raises(ValueError, match=r"is a table \(.csv\).*write JSON lines"):
+        read_rows(path, Defaults())
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
