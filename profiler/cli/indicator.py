@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import local_model
+from llmpq.commands.input_text import text_of
 from llmpq.errors import ExitCode
 from llmpq.models.model_spec import ModelSpec, builtin_name
 from llmpq.precision import KVPrecision, Precision
@@ -155,8 +156,4 @@ def _tokens(request: OmegaRequest, path: Path) -> list[int]:
     for name in ("windows", "window"):
         if getattr(request, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(request, name)}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text '{path}' cannot be read as UTF-8 text: {error}") from None
-    return Tokenizer(request.model).encode(text, special=False)
+    return Tokenizer(request.model).encode(text_of("--text", path), special=False)

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from llmpq.checkpoints.hub import local_model
 from llmpq.commands.command_line import run_command
+from llmpq.commands.input_text import text_of
 from llmpq.errors import ExitCode
 from llmpq.families import FAMILIES
 from llmpq.models.model_spec import ModelSpec
@@ -282,12 +283,7 @@ def _group_size(text: str) -> int | None:
 def _tokens(request: QuantizeRequest, vocab: int) -> list[int]:
     from llmpq.runtime.text.tokenizer import Tokenizer
 
-    texts = []
-    for path in request.text:
-        try:
-            texts.append(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--text '{path}' cannot be read as UTF-8 text: {error}") from None
+    texts = [text_of("--text", path) for path in request.text]
     tokens = Tokenizer(request.model).encode("\n\n".join(texts), special=False)
     if max(tokens, default=0) >= vocab:
         raise ValueError(

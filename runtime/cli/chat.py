@@ -9,10 +9,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from llmpq.commands.input_text import text_of
 from llmpq.errors import ExitCode, RequestFailedError
 from llmpq.runtime.cli.chat_flags import ChatOptions
 from llmpq.runtime.cli.plan_file import load_plan
@@ -125,7 +125,7 @@ class CtrlC:
 def main(options: ChatOptions) -> int:
     """Talk until the input ends; 8 if a line from a pipe was refused."""
     template = options.chat_template
-    text = None if template is None else Path(template).read_text(encoding="utf-8")
+    text = None if template is None else text_of("--chat-template", template)
     given = _given(options)
     try:
         SamplingParams(**given)  # before the model is loaded

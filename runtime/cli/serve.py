@@ -10,6 +10,7 @@ from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import name_of, require_named
+from llmpq.commands.input_text import text_of
 from llmpq.commands.output_paths import check_files
 from llmpq.plans.topology import Topology
 from llmpq.runtime.cli.plan_file import load_engines, load_plan
@@ -141,7 +142,7 @@ def settings_of(options: ServeOptions) -> ServeSettings:
         max_stored_responses=0 if options.replicas > 1 else server.max_stored_responses,
         root_path=_root_path(server.root_path),
         cors_origins=tuple(map(_origin, server.cors_origins)),
-        chat_template=None if template is None else _text_of("--chat-template", template),
+        chat_template=None if template is None else text_of("--chat-template", template),
     )
 
 
@@ -151,7 +152,7 @@ def _api_keys(options: ServeOptions) -> tuple[str, ...]:
     if options.api_key_file is not None:
         lines = [
             line.strip()
-            for line in _text_of("--api-key-file", options.api_key_file).splitlines()
+            for line in text_of("--api-key-file", options.api_key_file).splitlines()
             if line.strip() and not line.lstrip().startswith("#")
         ]
         if not lines:
@@ -188,15 +189,6 @@ def _origin(given: str) -> str:
     shown = f"[{host}]" if ":" in host else host
     own = port is None or port == {"http": 80, "https": 443}.get(parts.scheme)
     return f"{parts.scheme}://{shown}{'' if own else f':{port}'}"
-
-
-def _text_of(flag: str, path: str) -> str:
-    """Return a file's text; `ValueError` names the flag."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ValueError(f"{flag} '{path}' cannot be read: {why}") from None
 
 
 def _folder_name(options: ServeOptions) -> str:

@@ -21,13 +21,13 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from llmpq.checkpoints.hub import local_model
 from llmpq.commands.command_line import refuse_without_effect
+from llmpq.commands.input_text import text_of
 from llmpq.devices.this_machine import read_host, useful_threads
 from llmpq.models.model_spec import ModelSpec
 from llmpq.plans.plan import Plan, QuantizationForm
@@ -165,7 +165,7 @@ def agreement(scores: Scores, other: Scores, tokens: Sequence[int], *, window: i
 
 def main(options: EvalOptions) -> int:
     """Print the perplexity of `--text` and the protocol; return the exit code."""
-    text = _text(options.text)
+    text = text_of("--text", options.text)
     options = replace(
         options,
         model=str(local_model(options.model)),
@@ -305,13 +305,6 @@ def _reference(options: EvalOptions, job: MeasuredJob, dtype: Dtype) -> LLM:
 
 def _is_quantised(model: str, spec: ModelSpec) -> bool:
     return isinstance(open_checkpoint(model, spec), QuantizedCheckpoint)
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--text '{path}' cannot be read as UTF-8 text: {error}") from None
 
 
 def describe(precisions: Sequence[Precision]) -> str:

@@ -277,7 +277,7 @@ def test_w4a4_keeps_the_channels_that_a_checkpoint_would(
     [
         ("--kind variance --model opt-30b", "--kind variance reads real weights: --model must be"),
         ("--kind hessian --model {demo}", "--kind hessian needs calibration text: give --text"),
-        ("--model {demo} --text /none.txt", "--text '/none.txt' cannot be read as UTF-8 text"),
+        ("--model {demo} --text /none.txt", "--text '/none.txt' cannot be read: No such file"),
         ("--model {demo} --bits 5", "unknown precision '5'"),
         ("--model {demo} --kv 3", "unknown KV cache dtype '3'"),
         ("--model opt-31b --kind random", "unknown model 'opt-31b': did you mean 'opt-30b'"),
