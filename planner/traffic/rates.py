@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from llmpq.planner.evaluate.engine_simulation import EngineModel, simulate
 from llmpq.planner.problem.work_clock import now_s, spend_s
+from llmpq.planner.traffic.rate_grid import RateSearch, lasts, rate_number, rate_of_number
 from llmpq.service_measures import ATTAINMENT, ServedRequest, ServiceLimits, ServiceMeasures
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.traffic import BLOCK_OF_TRACE, Arrival, at_rate, repeated
 
-MAY_MISS = 1 - ATTAINMENT
-"""Share of the requests that may be beyond the limits at a rate that is kept."""
-RATE_STEP = 0.05
-"""Relative distance of the rates that are tried: all are powers of the same number, so that engines
-have the same rate wherever the search for it began."""
-MOST_TRIES = 18
-"""Rates that are simulated at most."""
-FARTHEST = 56
-"""Steps from one rate to the next at most: 0.06 times as much."""
-LEAST_SHARE = 3e-3
-"""What a smaller share of requests beyond the limits counts as."""
-STEP_S = 2e-4
-"""Seconds of work of a simulated step (0.22 ms of a core, 2026-11)."""
+STEP_S = 1.2e-4
+"""Seconds of work of a simulated step (0.11 to 0.13 ms of a core, 2026-11)."""
 GENERATIONS = 3
 """Requests by which a rate is found, in those that run at once: fewer show no queue."""
-
-Tried = tuple[float, float]
-"""The number of a rate, and the share of the requests that is beyond the limits at it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +57,6 @@ def kept_apart(
     """
     far = at_rate(traffic, APART * rate_per_s)
     return lasts(missed_share(models, far, limits, settling, deadline_s))
-
-
-def lasts(missed: float) -> bool:
-    """Whether a rate at which such a share of the requests is beyond the limits is kept."""
-    return missed <= MAY_MISS + 1e-9
 
 
 def too_late_alone(
@@ -150,116 +132,98 @@ def highest_rate(
     if limits.ttft_s is None and limits.tpot_s is None:
         at_once = measured_at(models, traffic, limits, math.inf, deadline_s=deadline_s)
         return RateFound(rate_per_s=at_once.requests_per_s, measure=lambda: at_once)
-    if too_late_alone(models, traffic, limits):
-        return RateFound(
-            rate_per_s=0.0, measure=lambda: measured_at(models, traffic, limits, guess_per_s)
+    search = EngineRates(models, traffic, limits, guess_per_s=guess_per_s)
+    search.deadline_s = deadline_s
+    return search.above(above_per_s)
+
+
+class EngineRates(RateSearch):
+    """The search of engines' highest rate by simulation, which remembers what was simulated."""
+
+    def __init__(
+        self,
+        models: Sequence[EngineModel],
+        traffic: Sequence[Arrival],
+        limits: ServiceLimits,
+        *,
+        guess_per_s: float | None = None,
+    ) -> None:
+        """Arguments are those of `highest_rate`, of which one limit at least is given."""
+        super().__init__()
+        self._models, self._traffic, self._limits = models, traffic, limits
+        self._guess_per_s = guess_per_s
+        self._running = requests_at_once(models, traffic)
+        self._long = repeated(traffic, GENERATIONS * self._running)
+        self.deadline_s = math.inf
+        """Of the clock of searches: when simulations end by a `TimeoutError`."""
+
+    @cached_property
+    def _too_late(self) -> bool:
+        return too_late_alone(self._models, self._traffic, self._limits)
+
+    @cached_property
+    def _most(self) -> float:
+        return _full_rate(self._models, self._long, self._running, self.deadline_s)
+
+    @cached_property
+    def _apart(self) -> bool:
+        rate = self._guess_per_s or self._most
+        return not self._too_late and kept_apart(
+            self._models,
+            self._long,
+            self._limits,
+            rate,
+            settling=self._running,
+            deadline_s=self.deadline_s,
         )
-    running = requests_at_once(models, traffic)
-    long = repeated(traffic, GENERATIONS * running)
 
-    cut = False
+    def most(self) -> float:
+        """Return the rate at which requests end in full engines."""
+        return self._most
 
-    @cache
-    def missed(rate: float) -> float:
-        nonlocal cut
+    def kept_apart(self, rate: float) -> bool:
+        """Whether requests are within the limits where each is served alone."""
+        return self._apart
+
+    def missed(self, rate: float) -> float:
+        """Return the share of the requests that is beyond the limits at a rate."""
+        if self._too_late:
+            return 1.0
+        moved = at_rate(self._long, rate)
+        return missed_share(self._models, moved, self._limits, self._running, self.deadline_s)
+
+    def above(self, above_per_s: float = 0.0) -> RateFound:
+        """Return the highest rate, if it is above one; `TimeoutError` where none is found."""
+        cut = False
         try:
-            return missed_share(models, at_rate(long, rate), limits, running, deadline_s)
+            if above_per_s:
+                found = self.lasts(rate_number(above_per_s) + 1) and self.close(self.low or 0)
+            else:
+                found = self.close(rate_number(self._guess_per_s or self._most))
         except TimeoutError:
-            cut = True
-            raise
+            if self.low is None:
+                raise
+            found = cut = True
+        return self.found(cut=cut) if found else self.none(above_per_s)
 
-    def apart(rate: float) -> bool:
-        return kept_apart(models, long, limits, rate, settling=running, deadline_s=deadline_s)
+    def found(self, *, cut: bool) -> RateFound:
+        """Return the highest rate that is known to last."""
+        assert self.low is not None, "one does"
+        return self._at(rate_of_number(self.low), cut=cut)
 
-    none = RateFound(
-        rate_per_s=0.0,
-        measure=lambda: measured_at(models, traffic, limits, above_per_s or guess_per_s),
-    )
-    above = rate_of_number(rate_number(above_per_s) + 1) if above_per_s else 0.0
-    if above:
-        if not lasts(missed(above)):
-            return none
-    elif guess_per_s is not None and not apart(guess_per_s):
-        return none
-    most = _full_rate(models, long, running, deadline_s)
-    if above > most:
-        return none
-    first = above or min(most, guess_per_s or most)
-    if not above and guess_per_s is None and not apart(first):
-        return none
-    low, rate = highest_lasting(missed, first=first, most=most)
-    return RateFound(
-        rate_per_s=low, measure=lambda: measured_at(models, traffic, limits, rate), cut=cut
-    )
+    def none(self, above_per_s: float) -> RateFound:
+        """Return that no rate lasts, or none above one."""
+        tried = min(self.tried, default=None)
+        rate = above_per_s or (self._guess_per_s if tried is None else rate_of_number(tried))
+        return replace(self._at(rate, cut=False), rate_per_s=0.0)
 
-
-def highest_lasting(
-    missed: Callable[[float], float], *, first: float, most: float
-) -> tuple[float, float]:
-    """Return the highest rate that lasts and itself, or 0 and the last tried where none was found.
-
-    `missed`: the share of requests beyond the limits at a rate. Of rates that are RATE_STEP apart,
-    from near `first` on (`_next_number`); none above `most` is tried. A `TimeoutError` ends the
-    search if there is a rate by then.
-    """
-    top = rate_number(most)
-    at, high = min(top, rate_number(first)), top + 1
-    low: int | None = None
-    tried: dict[int, float] = {}
-    for _ in range(MOST_TRIES):
-        try:
-            tried[at] = max(missed(rate_of_number(at)), LEAST_SHARE)
-        except TimeoutError:
-            if low is not None:
-                break
-            raise
-        low, high = (at, high) if lasts(tried[at]) else (low, at)
-        if low is not None and high - low == 1:
-            break
-        at = min(_next_number(tried, low, high), top)
-    if low is None:
-        return 0.0, rate_of_number(at)
-    return rate_of_number(low), rate_of_number(low)
-
-
-def _next_number(tried: Mapping[int, float], low: int | None, high: int) -> int:
-    """Return the number of the rate to try after others, of which it is to be above `low` alone.
-
-    A straight line of the logarithms of rate and share through the last two says where as many miss
-    the limits as may be. Where both last, or both do not, it leads from the last one on, at most
-    twice as far as from one to the other; with rates on either side the middle is as good then.
-    """
-    (at, share), others = list(tried.items())[-1], list(tried.items())[:-1]
-    below, before = lasts(share), others[-1] if others else None
-    alike = before is not None and lasts(before[1]) is below
-    if low is not None and high in tried:
-        line = _line((low, tried[low]), (high, tried[high]), MAY_MISS)
-        part = 0.5 if alike else min(0.75, max(0.25, (line - low) / (high - low)))
-        return min(high - 1, max(low + 1, round(low + part * (high - low))))
-    if before is None:
-        step = abs(math.log(share / MAY_MISS) * (0.25 if below else 0.5) / math.log(1 - RATE_STEP))
-    else:
-        aim = MAY_MISS * (1.05 if below else 0.95)
-        rises = share > before[1] if below else share < before[1]
-        most = 2 * abs(at - before[0])
-        step = min(most, abs(_line(before, (at, share), aim) - at)) if rises else most
-    return at + (1 if below else -1) * min(FARTHEST, max(1, round(step)))
-
-
-def _line(one: Tried, other: Tried, share: float) -> float:
-    """Return where a share is on the line through two that were tried."""
-    (x, y), (x_other, y_other) = ((at, math.log(own)) for at, own in (one, other))
-    return x + (x_other - x) * (math.log(share) - y) / (y_other - y)
-
-
-def rate_of_number(number: float) -> float:
-    """Return one of the rates that are tried."""
-    return float((1 - RATE_STEP) ** -number)
-
-
-def rate_number(rate: float) -> int:
-    """Return the number of the highest of the rates that are tried that is not above a rate."""
-    return math.floor(-math.log(rate) / math.log(1 - RATE_STEP) + 1e-6)
+    def _at(self, rate: float | None, *, cut: bool) -> RateFound:
+        models, traffic, limits = self._models, self._traffic, self._limits
+        return RateFound(
+            rate_per_s=rate or 0.0,
+            measure=lambda: measured_at(models, traffic, limits, rate),
+            cut=cut,
+        )
 
 
 class _Known(Exception):  # noqa: N818

@@ -30,9 +30,10 @@ from llmpq.planner.solving.topology_search import equal_shares
 from llmpq.planner.traffic.choose import best_variant, is_far_below
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic
+from llmpq.planner.traffic.rate_grid import RATE_STEP, BestOf, rate_number
 from llmpq.planner.traffic.rates import (
     GENERATIONS,
-    RATE_STEP,
+    EngineRates,
     RateFound,
     highest_rate,
     measured_at,
@@ -143,10 +144,10 @@ class _Search:
     """How many engines; None: any number."""
     known: dict[tuple[Vector, int, int], EnginePlan | None] = field(default_factory=dict)
     rates: dict[tuple[object, ...], RateFound] = field(default_factory=dict)
-    not_above: dict[tuple[object, ...], float] = field(default_factory=dict)
-    """Rates above which no rate of an engine lasts."""
     filled: list[EnginePlan] = field(default_factory=list)
     """Pipelines with layers in proportion to cards' rates, in steps of several tokens."""
+    simulated: dict[tuple[object, ...], EngineRates] = field(default_factory=dict)
+    """What is known of the rates of engines that were simulated."""
     alone: dict[Vector, EnginePlan] = field(default_factory=dict)
     """Engines as they serve best by themselves, of those that were simulated so."""
     in_best_steps: set[Vector] = field(default_factory=set)
@@ -248,25 +249,16 @@ class _Search:
         None where it is not above `above_per_s`. `TimeoutError` where the time is over before one
         is found.
         """
-        key = alike(engine)
+        key, limits = alike(engine), self.traffic.limits
         if key not in self.rates:
-            if above_per_s and self.not_above.get(key, math.inf) <= above_per_s:
-                return None
-            models, traffic = [engine.model], self.traffic
-            found = highest_rate(
-                models,
-                traffic.arrivals[: self.few(engine)],
-                traffic.limits,
-                guess_per_s=engine.steady.rate_per_s * (self.kept or 1.0),
-                above_per_s=above_per_s,
-                deadline_s=self.deadline_s,
-            )
+            if limits.ttft_s is None and limits.tpot_s is None:
+                few = self.traffic.arrivals[: self.few(engine)]
+                found = highest_rate([engine.model], few, limits, deadline_s=self.deadline_s)
+            else:
+                found = self.rates_of(engine).above(above_per_s)
             if above_per_s and not found.rate_per_s:
-                self.not_above[key] = above_per_s
                 return None
-            self.rates[key] = found
-            kept = found.rate_per_s / engine.steady.rate_per_s
-            self.kept = max(kept, self.kept or 0.0) or None
+            self.note_rate(engine, found)
         return self.rates[key]
 
     def together(self, engines: Sequence[EnginePlan]) -> RateFound:
@@ -290,6 +282,29 @@ class _Search:
                 deadline_s=self.deadline_s,
             )
         return self.rates[key]
+
+    def rates_of(self, engine: EnginePlan) -> EngineRates:
+        """Return what is known of an engine's rates, to be simulated until the deadline."""
+        key = alike(engine)
+        if key not in self.simulated:
+            self.simulated[key] = EngineRates(
+                [engine.model],
+                self.traffic.arrivals[: self.few(engine)],
+                self.traffic.limits,
+                guess_per_s=self.guess(engine),
+            )
+        self.simulated[key].deadline_s = self.deadline_s
+        return self.simulated[key]
+
+    def guess(self, engine: EnginePlan) -> float:
+        """Return what the rate of an engine may be, by its steady state."""
+        return engine.steady.rate_per_s * (self.kept or 1.0)
+
+    def note_rate(self, engine: EnginePlan, found: RateFound) -> None:
+        """Note the highest rate of an engine by itself."""
+        self.rates[alike(engine)] = found
+        kept = found.rate_per_s / engine.steady.rate_per_s
+        self.kept = max(kept, self.kept or 0.0) or None
 
     def own(self, v: Vector, used: list[int], like: EnginePlan) -> EnginePlan | None:
         """Return the plan of an engine on the next devices that are not used."""
@@ -523,21 +538,59 @@ def _by_itself(search: _Search, v: Vector, above_per_s: float = 0.0) -> float:
 def _in_best_steps(search: _Search, v: Vector, above_per_s: float = 0.0) -> float:
     """Return the highest rate of an engine by itself in any steps, and note its plan in the best.
 
-    0 where it is not above a rate in those that are tried first. Where a steady state says little
-    of the rate, engines for other numbers of requests at once are tried, too.
+    0 where it is not above a rate. Where a steady state says little of the rate, engines for other
+    numbers of requests at once are tried, too.
     """
-    rate, like = _by_itself(search, v, above_per_s), search.vectors.canonical(v)
-    if like not in search.alone or like in search.in_best_steps:
-        return rate
-    best = search.alone[like], rate
-    worth = lambda one: math.log(max(one[1], 1e-12)) - search.planner.price * one[0].loss  # noqa: E731
-    in_steps = (search.in_steps(v, size) for size in STEP_TOKENS)
-    best = best_variant(best, in_steps, partial(_above, search), worth)
-    if is_far_below(best[1], best[0].steady.rate_per_s):
-        best = best_variant(best, _at_once(search, v, best[0]), partial(_above, search), worth)
-    search.alone[like], rate = best
-    search.in_best_steps.add(like)
-    return rate
+    like = search.vectors.canonical(v)
+    if like not in search.in_best_steps:
+        tried = _in_all_steps(search, v)
+        if above_per_s and is_far_below(above_per_s, tried[0].steady.rate_per_s):
+            tried += _at_once(search, v, tried[0])
+        best = _best_beside(search, tried, above_per_s)
+        if best is None:
+            return 0.0
+        rate = search.rates[alike(best)].rate_per_s
+        if is_far_below(rate, best.steady.rate_per_s) and search.left_s() >= 0:
+            best = _best_beside(search, [best, *_at_once(search, v, best)]) or best
+        search.alone[like] = best
+        search.in_best_steps.add(like)
+    return _by_itself(search, v)
+
+
+def _best_beside(
+    search: _Search, tried: Sequence[EnginePlan], above_per_s: float = 0.0
+) -> EnginePlan | None:
+    """Return the best of plans of an engine by their rates, which are tried beside each other.
+
+    None where no rate is above one, or none lasts.
+    """
+    limits = search.traffic.limits
+    if limits.ttft_s is None and limits.tpot_s is None:
+        return max(tried, key=partial(_worth_alone, search))
+    price = search.planner.price / -math.log(1 - RATE_STEP)
+    offsets = [math.ceil(price * (one.loss - tried[0].loss) - 1e-9) for one in tried]
+    beside = BestOf([search.rates_of(one) for one in tried], offsets)
+    beside.find(
+        rate_number(search.guess(tried[0])), rate_number(above_per_s) if above_per_s else None
+    )
+    if beside.winner is None:
+        return None
+    best = tried[beside.winner]
+    search.note_rate(best, search.rates_of(best).found(cut=beside.cut))
+    return best
+
+
+def _worth_alone(search: _Search, engine: EnginePlan) -> float:
+    found = search.rate(engine)
+    assert found is not None, "it is above nothing"
+    return math.log(max(found.rate_per_s, 1e-12)) - search.planner.price * engine.loss
+
+
+def _in_all_steps(search: _Search, v: Vector) -> list[EnginePlan]:
+    """Return the plans of an engine in steps of all sizes, no two alike; first the best so far."""
+    first = search.alone.get(search.vectors.canonical(v)) or search.best_of(v)
+    others = (search.in_steps(v, size) for size in STEP_TOKENS)
+    return list({alike(one): one for one in (first, *others) if one is not None}.values())
 
 
 def _at_once(search: _Search, v: Vector, like: EnginePlan) -> list[EnginePlan]:
@@ -549,18 +602,6 @@ def _at_once(search: _Search, v: Vector, like: EnginePlan) -> list[EnginePlan]:
     found = (search.engine(v, number, tokens) for number in REQUESTS_AT_ONCE)
     able = [one for one in found if one and not is_far_below(one.steady.rate_per_s, least)]
     return [one for one in able if alike(one) != alike(like)]
-
-
-def _above(
-    search: _Search, other: EnginePlan | None, best: tuple[EnginePlan, float]
-) -> tuple[EnginePlan, float] | None:
-    """Return another plan of an engine, and its rate, if it may be worth more than the best."""
-    engine, rate = best
-    if other is None or alike(other) == alike(engine) or search.left_s() < 0:
-        return None
-    dearer = math.exp(search.planner.price * (other.loss - engine.loss))
-    found = search.rate(other, rate * dearer)
-    return None if found is None else (other, found.rate_per_s)
 
 
 def _best_sum(search: _Search) -> list[Vector]:

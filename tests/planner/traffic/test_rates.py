@@ -9,10 +9,16 @@ from dataclasses import replace
 import pytest
 
 from llmpq.planner.evaluate.engine_simulation import EngineModel, StepRows, simulate
-from llmpq.planner.traffic.rates import (
+from llmpq.planner.traffic.rate_grid import (
+    MOST_TRIES,
     RATE_STEP,
-    highest_lasting,
+    BestOf,
+    RateSearch,
     lasts,
+    rate_number,
+    rate_of_number,
+)
+from llmpq.planner.traffic.rates import (
     missed_share,
     requests_at_once,
     too_late_alone,
@@ -36,52 +42,118 @@ SHARES: dict[str, Callable[[float], float]] = {
 """How many requests miss the limits at so many times the highest rate that lasts."""
 
 
-def _found(shape: str, highest: float, first: float, most: float) -> float:
-    asked = []
+class _Known(RateSearch):
+    """A search of a rate that is known."""
 
-    def missed(rate: float) -> float:
-        asked.append(rate)
-        return SHARES[shape](rate / highest)
+    def __init__(
+        self,
+        missed: Callable[[float], float],
+        most: float = 10.0,
+        *,
+        apart: Callable[[float], float] | None = None,
+    ) -> None:
+        super().__init__()
+        self._missed, self._most, self._apart = missed, most, apart or missed
+        self.asked: list[float] = []
 
-    found, rate = highest_lasting(missed, first=first, most=most)
-    assert found == rate == max(rate for rate in asked if rate <= highest)
-    assert found > (1 - RATE_STEP) * min(highest, most) and max(asked) <= most
-    assert len(asked) <= (10 if 0.6 <= highest / first <= 1.1 else 18)
-    return found
+    def missed(self, rate: float) -> float:
+        self.asked.append(rate)
+        return self._missed(rate)
+
+    def most(self) -> float:
+        return self._most
+
+    def kept_apart(self, rate: float) -> bool:
+        return self._apart(1e-9 * rate) <= 0.1
+
+
+def _shape(name: str, highest: float) -> Callable[[float], float]:
+    return lambda rate: SHARES[name](rate / highest)
+
+
+def _highest(search: RateSearch, first: float) -> float:
+    return rate_of_number(search.low or 0) if search.close(rate_number(first)) else 0.0
 
 
 @pytest.mark.parametrize("shape", SHARES)
 @pytest.mark.parametrize("highest", [0.001, 0.02, 0.3, 0.6, 0.9, 1.1, 1.5, 3.0, 50.0])
 def test_the_highest_rate_is_found_from_any_guess(shape: str, highest: float) -> None:
     """Engines have the same one wherever the search for it began."""
-    tried = ((1.0, 10.0), (10.0, 10.0), (highest, 11.0), (0.02, 10.2))
-    rates = {_found(shape, highest, first, most) for first, most in tried}
+    rates = set()
+    for first, most in ((1.0, 10.0), (10.0, 10.0), (highest, 11.0), (0.02, 10.2)):
+        search = _Known(_shape(shape, highest), most)
+        found = _highest(search, first)
+        assert (1 - RATE_STEP) * min(highest, most) < found <= min(highest, most)
+        assert len(search.asked) <= (10 if 0.6 <= highest / first <= 1.1 else 18)
+        rates.add(found)
     assert len(rates) == 1 or highest > 10
 
 
 def test_no_rate_is_found_where_none_lasts() -> None:
-    assert highest_lasting(lambda _: 1.0, first=1.0, most=10.0)[0] == 0
-    assert 9.5 < highest_lasting(lambda _: 0.0, first=11.0, most=10.0)[0] <= 10.0
+    search = _Known(lambda _: 1.0)
+    assert _highest(search, 1.0) == 0 and not search.asked
+    search = _Known(lambda _: 0.11, apart=lambda _: 0.09)
+    assert _highest(search, 1.0) == 0 and len(search.asked) == MOST_TRIES
+    assert 9.5 < _highest(_Known(lambda _: 0.0), 11.0) <= 10.0
 
 
-@pytest.mark.parametrize(("late_at", "found"), [(1, None), (2, 10)])
-def test_a_search_that_is_late_has_the_best_rate_so_far_or_none(
-    late_at: int, found: float | None
+def test_what_was_simulated_is_not_simulated_again() -> None:
+    search = _Known(_shape("as the square", 0.7))
+    found = _highest(search, 1.0)
+    asked = list(search.asked)
+    assert len(set(asked)) == len(asked) and _highest(search, 0.1) == found
+    assert not search.lasts(rate_number(9.0)) and search.lasts(rate_number(0.1))
+    assert search.asked == asked
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [[0.5], [0.3, 0.5], [0.5, 0.3], [0.5, 0.5, 0.5], [0.0, 0.4], [0.002, 0.02, 4.0], [0.4, 90.0]],
+)
+@pytest.mark.parametrize("shape", SHARES)
+@pytest.mark.parametrize("above", [None, 0.05, 0.44, 0.7])
+def test_of_several_engines_the_best_is_found(
+    rates: list[float], shape: str, above: float | None
 ) -> None:
+    searches = [_Known(_shape(shape, rate or 1e-30)) for rate in rates]
+    beside = BestOf(searches, [0] * len(rates))
+    beside.find(rate_number(1.0), None if above is None else rate_number(above))
+    best = rate_number(min(10.0, max(rates)))
+    if above is not None and rate_number(above) >= best:
+        assert beside.winner is None and all(len(one.asked) == 1 for one in searches)
+        return
+    assert beside.winner is not None and not beside.cut
+    assert beside.best == searches[beside.winner].low == best
+    assert rate_number(min(10.0, rates[beside.winner])) == best
+
+
+def test_a_worse_one_has_to_be_quicker_by_as_many_steps() -> None:
+    for offset, winner in ((0, 1), (2, 1), (30, 0)):
+        searches = [_Known(_shape("as the square", rate)) for rate in (0.5, 1.0)]
+        beside = BestOf(searches, [0, offset])
+        beside.find(rate_number(0.8))
+        assert beside.winner == winner
+        assert beside.best == (searches[winner].low or 0) - winner * offset
+
+
+@pytest.mark.parametrize("late_at", [1, 2, 3, 4, 5, 6])
+def test_a_search_that_is_late_has_the_best_rate_so_far_or_none(late_at: int) -> None:
     asked = []
 
     def missed(rate: float) -> float:
         asked.append(rate)
-        if len(asked) == late_at:
+        if len(asked) >= late_at:
             raise TimeoutError
-        return 0.0
+        return SHARES["as the square"](rate / 0.5)
 
-    if found is None:
+    beside = BestOf([_Known(missed), _Known(missed)], [0, 0])
+    if late_at < 4:  # the first of all is of requests far apart
         with pytest.raises(TimeoutError):
-            highest_lasting(missed, first=10, most=20)
+            beside.find(rate_number(1.0))
     else:
-        rate, _ = highest_lasting(missed, first=10, most=20)
-        assert (1 - RATE_STEP) * found < rate <= found
+        beside.find(rate_number(1.0))
+        assert beside.cut and beside.winner == 0
+        assert 0.0 < rate_of_number(beside.best) <= 0.5
 
 
 class _TenMsAToken(TimedStage):
