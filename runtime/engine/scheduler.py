@@ -289,6 +289,25 @@ class Scheduler:
             rounds //= 2
         return max(0, rounds)
 
+    def repeats(self, groups: Sequence[Ints]) -> bool:
+        """Whether these steps come again and again, in this order; False where that is not known.
+
+        `groups`: rows of the table that decode, those whose tokens have just come, then of each
+        step under way. Asked where nothing but decoding can happen (`rounds_ahead`). Then the next
+        step has the rows that are ready, as many of them as a group has: where no row has a token
+        ahead these are the first step's, if all others are under way; a single group has all.
+        """
+        rows = self._running_rows()
+        running, sizes = len(rows), [len(own) for own in groups]
+        if self._drafter is not None or not running:
+            return False
+        num_groups = self._num_groups(running)
+        if self._tokens_ahead > 1:
+            return num_groups == 1 and all(np.array_equal(own, rows) for own in groups)
+        if sum(sizes) != running or max(sizes) > -(-running // num_groups):
+            return False
+        return np.array_equal(np.sort(np.concatenate(groups)), np.sort(rows))
+
     def next_caches(self, rows: Ints) -> list[int]:
         """Return the tokens in the caches of requests that decode, with their next step.
 
@@ -453,12 +472,11 @@ class Scheduler:
         goes on from a token of the last such step while that is under way: stages would wait for
         each other, which another group's step between the two keeps at work.
         """
-        decoding, limits, table = len(decoding_N), self.limits, self._counters
-        num_groups = max(-(-decoding // limits.decode_rows), min(limits.num_stages, decoding))
+        table, num_groups = self._counters, self._num_groups(len(decoding_N))
         if self._decode_steps >= num_groups * self._tokens_ahead:
             return None
         ready_N = self._ready(decoding_N)
-        size = -(-decoding // num_groups)
+        size = -(-len(decoding_N) // num_groups)
         if num_groups > 1:
             free_N = (table.in_flight[ready_N] == 0) | (
                 table.last_step[ready_N] != self._last_decode
@@ -488,6 +506,11 @@ class Scheduler:
             else:
                 step.add(req, 1 + count, found or [], wanted=wanted)
         return round_ if round_.members else None
+
+    def _num_groups(self, decoding: int) -> int:
+        """Return into how many steps rows that decode are split."""
+        limits = self.limits
+        return max(-(-decoding // limits.decode_rows), min(limits.num_stages, decoding))
 
     def _with_blocks(self, group_D: Ints, step: StepBuilder) -> Ints:
         """Return the rows of a group that have the block of their next token, or could get it."""

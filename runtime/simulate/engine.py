@@ -91,8 +91,9 @@ class SimulatedEngine:
                 self._issue(micro_batch)
                 issued.append(micro_batch)
             assert self._under_way, "requests wait that no step takes"
+            oldest, _ = self._under_way[0]
             ended = self._finish_oldest()
-            self._steady.note(issued, goes_on=not ended)
+            self._steady.note(issued, ended=oldest, goes_on=not ended)
 
     def _take(self) -> None:
         while self._inbox and self._inbox[0][0] <= self.now:

@@ -17,7 +17,7 @@ from llmpq.runtime.requests.request import Ints, MicroBatch, StepKind
 from llmpq.runtime.simulate.step_times import StepRows, TimedStage
 
 LEAST = 3
-"""Fewest rounds that are passed at once: fewer are as quick to simulate step by step."""
+"""Fewest steps that are passed at once: fewer are as quick to simulate one by one."""
 MOST_GROUPS = 64
 """Most steps of a round that is looked for."""
 STRAIGHT = 1e-12
@@ -43,22 +43,27 @@ class Clock:
 class SteadySteps:
     """The latest decode steps, each issued as the oldest one ended, with nothing else between.
 
-    Rounds are found in them: the same groups of rows, in the same order, twice.
+    Rounds are found in them: groups of rows that come again and again, by the scheduler's word, or
+    the same groups, in the same order, twice.
     """
 
     def __init__(self) -> None:
         self._members: list[bytes] = []
         self._rows: list[Ints] = []
+        self._ended: MicroBatch | None = None
 
-    def note(self, micro_batches: Sequence[MicroBatch], *, goes_on: bool) -> None:
+    def note(
+        self, micro_batches: Sequence[MicroBatch], *, ended: MicroBatch, goes_on: bool
+    ) -> None:
         """Note the steps issued between two ends of steps.
 
-        `goes_on`: whether no request ended with the step that ended then.
+        `ended`: the step that ended then; `goes_on`: whether no request ended with it.
         """
         one = micro_batches[0] if len(micro_batches) == 1 else None
         if one is None or one.kind is not StepKind.DECODE or not goes_on:
             self.clear()
             return
+        self._ended = ended
         self._members.append(one.members_B.tobytes())
         self._rows.append(one.members_B)
 
@@ -67,21 +72,27 @@ class SteadySteps:
         self._members.clear()
         self._rows.clear()
 
-    def round(self, under_way: int, running: int) -> list[Ints]:
+    def round(self, scheduler: Scheduler, under_way: deque[tuple[MicroBatch, float]]) -> list[Ints]:
         """Return the table's rows of each step of a round, the next first; none if none is known.
 
-        `under_way`: number of steps under way; `running`: number of running requests, each of which
-        must be in one of the steps.
+        Each running request is in one of the steps.
         """
-        members = self._members
-        if not members or len(members) <= under_way:
+        members, ended = self._members, self._ended
+        if not members or ended is None:
+            return []
+        steps = [ended, *(one for one, _ in under_way)]
+        if all(one.kind is StepKind.DECODE for one in steps):
+            rows = [one.members_B for one in steps]
+            if scheduler.repeats(rows):
+                return rows if scheduler.limits.tokens_ahead == 1 else rows[:1]
+        if len(members) <= len(under_way):
             return []
         most = min(len(members) // 2, MOST_GROUPS)
         length = next((n for n in range(1, most + 1) if members[-1 - n] == members[-1]), 0)
         if not length or members[-length:] != members[-2 * length : -length]:
             return []
         rows = self._rows[-length:]
-        return rows if sum(map(len, rows)) == running else []
+        return rows if sum(map(len, rows)) == scheduler.num_running else []
 
 
 @dataclass(frozen=True)
@@ -99,16 +110,19 @@ class _Step:
 
 
 def _steps(
-    stages: Sequence[TimedStage], caches: Sequence[Sequence[int]], rounds: int
+    stages: Sequence[TimedStage], caches: Sequence[Sequence[int]], rounds: int, within_s: float
 ) -> tuple[list[_Step], int]:
     """Return the steps of a round, and for how many of `rounds` they hold.
 
-    `caches`: of each step the tokens that its rows have cached.
+    `caches`: of each step the tokens that its rows have cached; `within_s`: in which all begin.
     """
+    of_steps = [StepRows([], own, len(own)) for own in caches]
+    firsts = [[stage.seconds(rows) for stage in stages] for rows in of_steps]
+    busiest_s = max(map(sum, zip(*firsts, strict=True)))
+    if within_s < rounds * busiest_s:
+        rounds = min(rounds, int(within_s / busiest_s) + 2)
     found: list[_Step] = []
-    for own in caches:
-        for_rows = StepRows([], own, len(own))
-        first = [stage.seconds(for_rows) for stage in stages]
+    for for_rows, first in zip(of_steps, firsts, strict=True):
         rounds, more = _straight(stages, for_rows, first, rounds)
         found.append(
             _Step(
@@ -126,9 +140,9 @@ def _straight(
 ) -> tuple[int, tuple[float, ...]]:
     """Return for how many rounds a step's seconds are linear, and by how much they grow a round.
 
-    `first`: its seconds in the first round, of each stage; (0, ()) for fewer than LEAST rounds.
+    `first`: its seconds in the first round, of each stage.
     """
-    while rounds >= LEAST:
+    while rounds > 1:
         last, middle = rounds - 1, (rounds - 1) // 2
         at_last, at_middle = rows.later(last), rows.later(middle)
         more = tuple(
@@ -141,7 +155,7 @@ def _straight(
         ):
             return rounds, more
         rounds = middle
-    return 0, ()
+    return 1, (0.0,) * len(first)
 
 
 def pass_rounds(
@@ -158,14 +172,15 @@ def pass_rounds(
     """Pass the rounds whose steps all begin before `until_s`; return the clock and their steps.
 
     `clock.done` is not read: `under_way` says when steps are done. `token`: what every row gets.
-    Where no round is known, or fewer than LEAST may be passed, nothing changes.
+    Where no round is known, or fewer than LEAST steps may be passed, nothing changes.
     """
-    groups = steady.round(len(under_way), scheduler.num_running)
+    groups = steady.round(scheduler, under_way)
     rounds = scheduler.rounds_ahead() if groups else 0
-    if rounds < LEAST:
+    if rounds == 0 or rounds * len(groups) < LEAST:
         return clock, 0
-    steps, rounds = _steps(stages, [scheduler.next_caches(rows) for rows in groups], rounds)
-    if rounds < LEAST:
+    caches = [scheduler.next_caches(rows) for rows in groups]
+    steps, rounds = _steps(stages, caches, rounds, until_s - clock.now)
+    if rounds * len(groups) < LEAST:
         return clock, 0
     at = replace(clock, free=list(clock.free), done=deque(done for _, done in under_way))
     reached, passed = at.copy(), 0

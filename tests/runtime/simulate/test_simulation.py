@@ -90,6 +90,8 @@ def test_requests_far_apart_do_not_wait_for_each_other(pipeline: Plan) -> None:
         ("t4", {"num_blocks": 11}),
         ("t4:2", {}),
         ("t4:2", {"decode_rows": 2}),
+        ("t4:4", {}),
+        ("t4:4", {"max_rows": 6}),
         ("v100,t4:2", {"tokens_ahead": 2}),
         ("v100,t4:2", {"num_blocks": 14}),
     ],
