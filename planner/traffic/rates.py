@@ -15,8 +15,8 @@ from llmpq.service_measures import ATTAINMENT, ServedRequest, ServiceLimits, Ser
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.traffic import BLOCK_OF_TRACE, Arrival, at_rate, repeated
 
-STEP_S = 1.2e-4
-"""Seconds of work of a simulated step (0.11 to 0.13 ms of a core, 2026-11)."""
+STEP_S = 2e-4
+"""Seconds of work of a simulated step (0.11 to 0.17 ms of a core, by its other load, 2026-12)."""
 GENERATIONS = 3
 """Requests by which a rate is found, in those that run at once: fewer show no queue."""
 

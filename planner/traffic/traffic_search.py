@@ -587,9 +587,12 @@ def _worth_alone(search: _Search, engine: EnginePlan) -> float:
 
 
 def _in_all_steps(search: _Search, v: Vector) -> list[EnginePlan]:
-    """Return the plans of an engine in steps of all sizes, no two alike; first the best so far."""
+    """Return the plans of an engine in steps of all sizes, no two alike; first the best so far.
+
+    Of all that there is time for.
+    """
     first = search.alone.get(search.vectors.canonical(v)) or search.best_of(v)
-    others = (search.in_steps(v, size) for size in STEP_TOKENS)
+    others = (search.in_steps(v, size) for size in STEP_TOKENS if search.left_s() >= 0)
     return list({alike(one): one for one in (first, *others) if one is not None}.values())
 
 
