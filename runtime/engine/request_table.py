@@ -176,7 +176,7 @@ class RequestTable:
             published=publishes_B.nonzero()[0].tolist(),
             numbers=self.number[rows[publishes_B]].tolist(),
             streams=bool(self.streams[rows].any()),
-            ones_B=np.ones_like(rows),
+            ones_B=np.ones(len(rows), dtype=np.int64),
         )
 
     def _resize(self, count: int) -> None:

@@ -19,7 +19,7 @@ from llmpq.runtime.requests.request import Request
 from llmpq.runtime.simulate.engine import ServedRequest, SimulatedEngine
 from llmpq.runtime.simulate.step_times import TimedStage, stage_times
 from llmpq.service_measures import ServiceLimits, ServiceMeasures
-from llmpq.traffic import Arrival
+from llmpq.traffic import BLOCK_OF_TRACE, Arrival
 
 PROMPT_WORK = 1 / 16
 """Work of a prompt's token, in tokens of answers, as `serve` counts it."""
@@ -88,7 +88,6 @@ def simulate(
     models: Sequence[EngineModel],
     traffic: Sequence[Arrival],
     *,
-    vocab: int = 1000,
     late: Callable[[], bool] | None = None,
     ended: Callable[[ServedRequest], None] | None = None,
     within: ServiceLimits | None = None,
@@ -117,7 +116,7 @@ def simulate(
         best = min(replicas, key=lambda one: (one.under_way + own) / one.speed)
         best.under_way += own
         work[number] = own
-        request = _request(number, arrival, vocab, plain=not shares_blocks)
+        request = _request(number, arrival)
         try:
             models[replicas.index(best)].limits.check(request)
         except ValueError as error:
@@ -140,10 +139,19 @@ def _count_ended(replica: _Replica, now_s: float, work: dict[int, float]) -> Non
         replica.under_way -= heapq.heappop(replica.ends)[1]
 
 
-def _request(number: int, arrival: Arrival, vocab: int, *, plain: bool) -> Request:
-    """Return a request of a traffic; `plain`: no two prompts begin alike, whatever the tokens."""
-    tokens = () if plain else tuple(arrival.prompt(vocab, number))
-    prompt = tokens or (number,) + (0,) * (arrival.prompt_tokens - 1)
+def _request(number: int, arrival: Arrival) -> Request:
+    """Return a request of a traffic: prompts begin alike as far as the traffic says.
+
+    Its tokens are the numbers of its blocks, and of the request, which none has, where there are
+    none: which tokens they are changes nothing else.
+    """
+    if arrival.blocks:
+        tokens: list[int] = []
+        for block in arrival.blocks:
+            tokens += [2 * block] * BLOCK_OF_TRACE
+        prompt = tuple(tokens[: arrival.prompt_tokens])
+    else:
+        prompt = (2 * number + 1,) * arrival.prompt_tokens
     return Request(id=number, prompt=prompt, max_new=arrival.output_tokens, cache_salt=None)
 
 
@@ -159,7 +167,7 @@ def simulate_plan(
         EngineModel.of_plan(one, max_num_batched_tokens=max_num_batched_tokens)
         for one in plan.plans
     ]
-    served = simulate(models, traffic, vocab=_vocab(plan))
+    served = simulate(models, traffic)
     return ServiceMeasures.of(served, limits or ServiceLimits())
 
 
@@ -169,8 +177,3 @@ def simulate_batch(plan: Plan, rows: int) -> float:
     row = Arrival(at_s=0.0, prompt_tokens=work.prompt_len, output_tokens=work.gen_len)
     served = simulate([EngineModel.of_plan(plan, offline=True)], [row] * rows)
     return max(one.end_s for one in served)
-
-
-def _vocab(plan: Plan | Topology) -> int:
-    inputs = plan.plans[0].inputs
-    return 1000 if inputs is None else inputs.model.vocab
