@@ -2,7 +2,8 @@
 
 Searches share out their limits in seconds of this clock. It goes on by the calls of array functions
 and by the elements they work on, each as long as it takes on one core, never by time. The time of
-day ends a search only at `ends_at`, the user's own time limit, and the clock then says so (`cut`).
+day (of live traffic: CPU time) ends a search only at `ends_at`, the user's own time limit, and the
+clock then says so (`cut`).
 """
 
 from __future__ import annotations
