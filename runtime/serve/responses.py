@@ -323,18 +323,19 @@ class _Output:
         self._with_logprobs = with_logprobs
         self._forces_call = forces_call
         self._scores: list[Data] = []
-        """Of tokens that showed no text yet; a message that comes has them, a call has no room."""
+        """Of tokens that showed no text yet; text that comes has them, a call has no room."""
 
     def take(self, choice: Mapping[str, Any]) -> Iterator[tuple[str, Data]]:
         """Yield the events of a chat's delta."""
         delta = choice["delta"]
         self._scores += (choice["logprobs"] or {}).get("content", [])
         if delta.get("reasoning_content"):
+            self._scores_of(delta["reasoning_content"])  # they have nowhere to be
             yield from self._think(delta["reasoning_content"])
-            self._scores = []  # logprobs of thoughts have nowhere to be
-        elif delta.get("content") or (self._scores and self._is_open("message")):
-            yield from self._write(delta.get("content") or "")
+        elif delta.get("content"):
+            yield from self._write(delta["content"], self._scores_of(delta["content"]))
         for call in delta.get("tool_calls", ()):
+            self._scores = []
             if "id" in call:
                 function = {"name": call["function"]["name"], "arguments": ""}
                 item = _call(_new("fc"), call["id"], function, "in_progress")
@@ -345,8 +346,8 @@ class _Output:
 
     def end(self, status: str) -> Iterator[tuple[str, Data]]:
         """Yield how the last item ends; an answer of nothing is a message of nothing."""
-        if not self.items and not self._forces_call:
-            yield from self._write("")
+        if self._is_open("message") or not (self.items or self._forces_call):
+            yield from self._write("", self._scores)
         yield from self._close(status)
 
     def _is_open(self, kind: str) -> bool:
@@ -362,36 +363,41 @@ class _Output:
         shown = {**self._where(), "content_index": 0, "delta": text}
         yield "response.reasoning_text.delta", shown
 
-    def _write(self, text: str) -> Iterator[tuple[str, Data]]:
-        scores, self._scores = self._scores, []
-        if self._is_open("reasoning"):
-            scores = self._of_text(scores, text)
+    def _write(self, text: str, scores: Sequence[Data]) -> Iterator[tuple[str, Data]]:
         if not self._is_open("message"):
             yield from self._begin(_message(_new("msg"), "", [], "in_progress"))
             place = {**self._where(), "content_index": 0, "part": _part("", [])}
             yield "response.content_part.added", place
         part = self.items[-1]["content"][0]
         part["text"] += text
-        if self._with_logprobs:
-            part["logprobs"] += scores
+        scores = [*scores] if self._with_logprobs else []
+        part["logprobs"] += scores
         if text or scores:
-            shown = {"delta": text, "logprobs": scores if self._with_logprobs else []}
+            shown = {"delta": text, "logprobs": scores}
             yield "response.output_text.delta", {**self._where(), "content_index": 0, **shown}
 
-    def _of_text(self, scores: Sequence[Data], text: str) -> list[Data]:
-        """Return the scores of the last tokens, as many as make up the first text after a thought.
+    def _scores_of(self, text: str) -> list[Data]:
+        """Take the scores of the tokens that spell a text, however many tokens came at once.
 
-        The tokens of the mark between the two come with either, as the answer is generated.
+        Those before it (a mark, space that is left out) are dropped, those behind it kept for what
+        comes next. Of a text that no tokens spell, all are.
         """
-        kept: list[Data] = []
-        left = len(text.encode())
-        for score in reversed(scores):
-            if left <= 0:
-                break
-            kept.append(score)
-            if not self._tokenizer.names_special([score["token"]]):
-                left -= len(score["bytes"])
-        return kept[::-1]
+        wanted, scores = text.encode(), self._scores
+        spells = [
+            b"" if self._tokenizer.names_special([score["token"]]) else bytes(score["bytes"])
+            for score in scores
+        ]
+        for first in (k for k, own in enumerate(spells) if own):
+            spelled = b""
+            for last in range(first, len(scores)):
+                spelled += spells[last]
+                if not wanted.startswith(spelled[: len(wanted)]):
+                    break
+                if len(spelled) >= len(wanted):
+                    self._scores = scores[last + 1 :]
+                    return scores[first : last + 1]
+        self._scores = []
+        return scores
 
     def _begin(self, item: Data) -> Iterator[tuple[str, Data]]:
         yield from self._close("completed")

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from llmpq.runtime.serve.response_store import ResponseStore
-from llmpq.runtime.serve.responses import messages_of
+from llmpq.runtime.serve.responses import _Output, messages_of
 
 pytestmark = pytest.mark.cpu
 CALL = '<tool_call>{"name": "clock", "arguments": {"zone": "UTC"}}</tool_call>'
@@ -287,6 +287,50 @@ def test_logprobs_beside_thoughts_and_calls_are_those_of_a_text_alone(client, ch
     assert near(kinds(whole)) == near(kinds(last), within=0) and last.usage == whole.usage
     texts = [item.content[0].text for item in whole.output if item.type == "message"]
     assert texts in ([], ["hm"], ["x"]) or text.startswith(texts[0])
+    if texts == ["hm"]:  # not those of the call behind it
+        (part,) = next(item.content for item in whole.output if item.type == "message")
+        assert "".join(score.token for score in part.logprobs) == "hm"
+
+
+class Marks:
+    """A tokenizer whose special tokens begin with <|."""
+
+    def names_special(self, tokens):
+        return [token for token in tokens if token.startswith("<|")]
+
+
+@pytest.mark.parametrize("ends", [(3,), (4,), (5,), (6,), (3, 5), (3, 4, 5), (3, 4, 5, 6)])
+def test_scores_are_those_of_the_tokens_of_a_text_however_many_come_at_once(ends):
+    """A thought, a text and a call: the reader holds the call's mark back until it knows it."""
+    tokens = ["<|think|>", "so", "<|/think|>", "h", "m", "<call", ">f", "<|end|>"]
+    shown = {1: {"reasoning_content": "so"}, 3: {"content": "h"}, 4: {"content": "m"}}
+    call = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}"}}
+    shown[6] = {"tool_calls": [call]}
+    output = _Output(Marks(), with_logprobs=True, forces_call=False)
+    begin = 0
+    for end in (*ends, len(tokens)):
+        scores = [{"token": t, "bytes": [*t.encode()], "logprob": -1.0} for t in tokens[begin:end]]
+        deltas = [shown[k] for k in range(begin, end) if k in shown]
+        texts = "".join(delta.get("content", "") for delta in deltas)
+        deltas = [delta for delta in deltas if "content" not in delta]
+        if texts:  # one delta of a kind, in the order of their kinds
+            deltas.insert(bool(deltas and "reasoning_content" in deltas[0]), {"content": texts})
+        for delta in deltas or [{"content": ""}]:
+            [*output.take({"delta": delta, "logprobs": {"content": scores}})]
+            scores = []
+        begin = end
+    [*output.end("completed")]
+    assert [item["type"] for item in output.items] == ["reasoning", "message", "function_call"]
+    (part,) = output.items[1]["content"]
+    assert [score["token"] for score in part["logprobs"]] == ["h", "m"]
+
+
+def test_the_end_of_a_text_keeps_its_score():
+    output = _Output(Marks(), with_logprobs=True, forces_call=False)
+    scores = [{"token": t, "bytes": [*t.encode()], "logprob": -1.0} for t in ("x", "<|end|>")]
+    [*output.take({"delta": {"content": "x"}, "logprobs": {"content": scores}})]
+    [*output.end("completed")]
+    assert output.items[0]["content"][0]["logprobs"] == scores
 
 
 def test_a_store_holds_no_more_than_its_bytes(monkeypatch):
