@@ -57,7 +57,8 @@ def topology_lines(
             continue
         if exactly == 1 and name in ("one engine a node", f"one engine a {unit}", "equal replicas"):
             continue
-        lines.append(f"{name}: {_simple_text(one, rows, alone=work.batch == 1)}")
+        text = _simple_text(one, rows, alone=work.batch == 1, cut=found.found.cut)
+        lines.append(f"{name}: {text}")
     lines += _searched(found)
     if found.topology is None:
         return lines + _left_out(best, found)
@@ -79,10 +80,13 @@ def _searched(found: TopologyAnswer) -> list[str]:
     ]
 
 
-def _simple_text(one: Simple | None, tokens: int, *, alone: bool) -> str:
-    """`alone`: of one request, whose tokens/s behind its prompt stand above, too."""
+def _simple_text(one: Simple | None, tokens: int, *, alone: bool, cut: bool) -> str:
+    """`alone`: of one request, whose tokens/s behind its prompt stand above, too.
+
+    `cut`: the time limit may have ended the search before it was looked at.
+    """
     if one is None:
-        return "none has room for the job"
+        return "none was found in time" if cut else "none has room for the job"
     where, seconds, omega = one
     rate = f"{shown(tokens / seconds)} tokens/s{' with its prompt' if alone else ''}"
     return f"{where}: {rate}, quality loss {shown_loss(omega)}"

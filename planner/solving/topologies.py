@@ -100,10 +100,11 @@ def _best_topology(
     grouped = with_groups(p, options.kvs) if options.groups else None
     among = p if grouped is None else grouped.problem
     search = TopologySearch(among, options, known=known, exactly=exactly, gap=gap)
-    parts, by_node = search.try_parts(), search.vectors.by_node
-    card, equal = _best_card(search), _equal(search)
-    each = search.one_a_device()
+    # Single devices are quickly priced: they are known where the time ends all else.
+    card, each = _best_card(search), search.one_a_device()
     search.offer([(v, rows) for v, rows, _ in each])
+    parts, by_node = search.try_parts(), search.vectors.by_node
+    equal = _equal(search)
     found = search.run()
     alone = search.without_sending(found, each)
 

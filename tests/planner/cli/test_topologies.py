@@ -673,3 +673,10 @@ def test_a_change_that_leaves_too_few_devices_for_the_engines_is_refused(
     words = ["--devices", "4090:2", "--model", "opt-1.3b", "--engines", "2", "--batch", "8"]
     assert main([*words, "--what-if", "-4090"]) == 2
     assert "--engines 2 needs as many devices and rows" in capsys.readouterr().err
+
+
+def test_what_was_not_looked_at_in_time_is_not_said_to_have_no_room() -> None:
+    from llmpq.planner.cli.show_topology import _simple_text
+
+    assert _simple_text(None, 1, alone=False, cut=True) == "none was found in time"
+    assert _simple_text(None, 1, alone=False, cut=False) == "none has room for the job"
