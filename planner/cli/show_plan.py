@@ -304,7 +304,8 @@ def _best_of_all(
         except DoesNotFitError as error:
             best = in_waves(problem, before_groups(options), path, error)
             found = _several(request, problem, best, options, path)
-            if found is None or found.single is None:
+            fits = None if found is None else found.single if exactly == 1 else found.topology
+            if fits is None:
                 raise
             return best, found
         return best, _several(request, problem, best, options, path)

@@ -105,10 +105,13 @@ def _may_join(p: Problem) -> Iterator[int]:
             return False
         return not device.spec.is_cpu and device.spec.host_share is None
 
-    able = Counter(device.node for device in p.cluster.devices if can(device))
+    def place(device: Device) -> tuple[str, bool]:
+        return device.node, p.costs.measures(device)  # both sorts share no stage
+
+    able = Counter(place(device) for device in p.cluster.devices if can(device))
     for number, cls in enumerate(p.classes):
         on_one_node = len({device.node for device in cls.devices}) == 1
-        if on_one_node and can(cls.first) and able[cls.first.node] > 1:
+        if on_one_node and can(cls.first) and able[place(cls.first)] > 1:
             yield number
 
 

@@ -680,3 +680,13 @@ def test_what_was_not_looked_at_in_time_is_not_said_to_have_no_room() -> None:
 
     assert _simple_text(None, 1, alone=False, cut=True) == "none was found in time"
     assert _simple_text(None, 1, alone=False, cut=False) == "none has room for the job"
+
+
+def test_rows_run_in_waves_where_cards_may_share_stages_and_one_engine_has_room(
+    planned: Any,
+) -> None:
+    words = ["--devices", "3090:2", "--model", "qwen3-14b", "--bits", "16", *JOB]
+    found, lines = planned(*words, "--batch", "192")
+    assert isinstance(found, Topology) and len(found.engines) == 1
+    assert found.engines[0].waves > 1 and found.workload.batch == 192
+    assert main([*words, "--batch", "192", "--engines", "1"]) == 5
