@@ -19,6 +19,7 @@ from llmpq.planner.evaluate.engine_simulation import EngineModel
 from llmpq.planner.front.preference import WEIGHTS, look_around
 from llmpq.planner.problem.outcome import Outcome, Unfinished
 from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.work_clock import spend_s
 from llmpq.planner.solving.answer import checked_plan
 from llmpq.planner.solving.count_vectors import Place
 from llmpq.planner.solving.device_groups import on_places
@@ -31,6 +32,9 @@ from llmpq.service_measures import ServiceLimits
 ENGINE_S, ENGINE_GAP = 0.5, 0.01
 """Seconds of one search for an engine's plan, and the relative gap at which it ends: what is nearer
 does not show in a rate that is found to a few percent."""
+
+PLAN_S = 0.03
+"""Seconds of work of making a problem and checking its plan, beside the search (a core of 2026)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +177,7 @@ class EnginePlanner:
 
     def _solved(self, job: Problem) -> Plan | None:
         """Return the plan of a job at its theta; None where nothing fits."""
+        spend_s(PLAN_S)
         options = replace(
             self.options,
             kvs=(),
