@@ -10,8 +10,6 @@ from types import ModuleType
 
 import pytest
 
-from llmpq.planner.cli.show_plan import read_job
-from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.problem.named_inputs import read_model
 from llmpq.planner.problem.requests import PlanRequest
 
@@ -32,18 +30,6 @@ def test_the_thirty_clusters_are_what_was_wanted(driver: ModuleType) -> None:
     kinds = {name for cards, _ in driver.CLUSTERS for name, _ in driver.listed(cards)}
     assert len(counts) == 30 and min(counts) == 2 and max(counts) == 16
     assert kinds == {*driver.SYSTEMS, "3060", "3090", "4090", "5090", "t4", "v100"}
-
-
-def test_layers_follow_rates_and_move_for_room_alone(driver: ModuleType) -> None:
-    job = read_job(PlanRequest(model="qwen3-14b", devices="5090,3090:2", batch=4, bits="16"))
-    problem, found = driver.water_filled(job.problem, job.options)
-    layers = [stage.end - stage.start for stage in found.stages]
-    assert layers == [24, 8, 8]  # 210 and 71 TFLOPS, quicker than [20, 10, 10] by memory rates
-    small = "5090=12GB+1792GB/s+210TFLOPS,3090:2"
-    job = read_job(PlanRequest(model="qwen3-14b", devices=small, batch=4, bits="16"))
-    problem, found = driver.water_filled(job.problem, job.options)
-    assert fits(problem, found)
-    assert found.stages[0].end < 24 and sum(s.end - s.start for s in found.stages) == 40
 
 
 def test_models_have_positions_for_the_longest_request(driver: ModuleType, tmp_path: Path) -> None:
