@@ -130,7 +130,9 @@ def new_tokens(
     phase: Phase, *, v: int, length: float, q_len: int = 1, padding: Padding = "none"
 ) -> float:
     """Return the tokens that pass through a part, padding included: a product's rows."""
-    tokens = v * {Phase.PREFILL: length, Phase.DECODE: 1, Phase.VERIFY: q_len}[phase]
+    tokens: float = v
+    if phase is not Phase.DECODE:
+        tokens *= length if phase is Phase.PREFILL else q_len
     if padding == "cpu":
         return cpu_padded(math.ceil(tokens))
     if padding == "gpu" and phase is not Phase.DECODE:

@@ -35,10 +35,6 @@ class Clock:
     done: deque[float]
     """Of steps under way, the oldest first."""
 
-    def copy(self) -> Clock:
-        """Return a copy that is moved on by itself."""
-        return Clock(self.now, list(self.free), deque(self.done))
-
 
 class SteadySteps:
     """The latest decode steps, each issued as the oldest one ended, with nothing else between.
@@ -183,43 +179,64 @@ def pass_rounds(
     if rounds * len(groups) < LEAST:
         return clock, 0
     at = replace(clock, free=list(clock.free), done=deque(done for _, done in under_way))
-    reached, passed = at.copy(), 0
-    while passed < rounds and _pass_round(at, stages, steps, passed, host_s, until_s):
-        reached, passed = at.copy(), passed + 1
+    passed = _move_on(at, stages, steps, rounds, host_s, until_s)
     if not passed:
         return clock, 0
     micro_batches = [one for one, _ in under_way]
     scheduler.pass_rounds(passed, passed * len(groups), micro_batches, token)
     under_way.clear()
-    under_way.extend(zip(micro_batches, reached.done, strict=True))
-    return reached, passed * len(groups)
+    under_way.extend(zip(micro_batches, at.done, strict=True))
+    return at, passed * len(groups)
 
 
-def _pass_round(
+def _move_on(
     at: Clock,
     stages: Sequence[TimedStage],
     steps: Sequence[_Step],
-    number: int,
+    rounds: int,
     host_s: float,
     until_s: float,
-) -> bool:
-    """Move a clock on by round `number`; return whether all its steps begin before `until_s`."""
-    free = at.free
-    for step in steps:
-        if at.now >= until_s:
-            return False
-        at.now += host_s
-        arrives = at.now
-        for place, stage in enumerate(stages):
-            seconds = step.first_s[place] + number * step.more_s[place]
-            arrives = max(arrives, free[2 * place]) + seconds
-            free[2 * place] = arrives + step.host_s[place]
-            if place == 0 and stage.is_cpu:
-                at.now = free[0]
-            occupied, total = step.hops[place]
-            begin = max(arrives, free[2 * place + 1])
-            free[2 * place + 1] = begin + occupied
-            arrives = begin + total
-        at.done.append(arrives)
-        at.now = max(at.now, at.done.popleft())
-    return True
+) -> int:
+    """Move a clock on by whole rounds whose steps all begin before `until_s`; return how many.
+
+    Each step does what `SimulatedEngine` does for one: it is issued, goes from stage to stage, and
+    the loop waits for the oldest step under way. A round that is not whole leaves the clock as it
+    was before it.
+    """
+    now, free, done = at.now, at.free, at.done
+    in_loop = stages[0].is_cpu
+    parts = [
+        [
+            (2 * place, first_s, more_s, host, occupied, total)
+            for place, (first_s, more_s, host, (occupied, total)) in enumerate(
+                zip(step.first_s, step.more_s, step.host_s, step.hops, strict=True)
+            )
+        ]
+        for step in steps
+    ]
+    for number in range(rounds):
+        before = now, free[:], done.copy()
+        for of_stages in parts:
+            if now >= until_s:
+                at.now, at.free, at.done = before
+                return number
+            now += host_s
+            arrives = now
+            for stage, first_s, more_s, stage_host_s, occupied, total in of_stages:
+                if free[stage] > arrives:
+                    arrives = free[stage]
+                arrives += first_s + number * more_s
+                free[stage] = arrives + stage_host_s
+                if in_loop and stage == 0:
+                    now = free[0]
+                link = stage + 1
+                if free[link] > arrives:
+                    arrives = free[link]
+                free[link] = arrives + occupied
+                arrives += total
+            done.append(arrives)
+            oldest = done.popleft()
+            if oldest > now:
+                now = oldest
+    at.now = now
+    return rounds
