@@ -126,6 +126,6 @@ def test_limits_of_thoughts_are_of_the_template_in_use(
         assert json.loads(choice["message"]["content"])["a"] in (True, False)
         assert 0 < used["completion_tokens_details"]["reasoning_tokens"] <= 7
         thinking = {"type": "enabled", "budget_tokens": 6}
-        reply = answer(server, "/v1/messages", thinking=thinking, max_tokens=40)
+        reply = answer(server, "/v1/messages", thinking=thinking, max_tokens=40, temperature=0)
         assert [block["type"] for block in reply["content"]] == ["thinking", "text"]
         assert reply["content"][1]["text"]
