@@ -2,7 +2,7 @@
 
 Read through the package's links (`llmpq/planner` is `planner/`). Imports inside functions count,
 and so do modules that a file names as text and passes to `import_module` or `Command`; what stands
-under `if TYPE_CHECKING` does not, as nobody runs it.
+under `if TYPE_CHECKING` does not, as it is never run.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ search for it began. Knows nothing of engines and simulators.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ def rate_number(rate: float) -> int:
     return math.floor(-math.log(rate) / math.log(1 - RATE_STEP) + 1e-6)
 
 
-class RateSearch:
+class RateSearch(ABC):
     """What is known of the rates of an engine, and which one is to be tried next.
 
     `missed`, `most` and `kept_apart` say how it serves; any may raise `TimeoutError`.
@@ -56,17 +57,17 @@ class RateSearch:
         self.high: int | None = None
         """The lowest that does not."""
 
+    @abstractmethod
     def missed(self, rate: float) -> float:
         """Return the share of the requests that is beyond the limits at a rate."""
-        raise NotImplementedError
 
+    @abstractmethod
     def most(self) -> float:
         """Return a rate above which none lasts; asked where one was found that seems to."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kept_apart(self, rate: float) -> bool:
         """Whether requests far further apart than at a rate are within the limits."""
-        raise NotImplementedError
 
     def lasts(self, number: int) -> bool:
         """Whether a rate lasts: what is below one that does does, too."""

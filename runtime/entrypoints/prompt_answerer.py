@@ -47,11 +47,7 @@ class PromptAnswerer(ABC):
         *,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield index and answers of prepared prompts as each has ended, all running together.
-
-        `on_progress` gets the engine's counters a few times a second. Leaving the loop early aborts
-        what has not ended.
-        """
+        """Yield index and answers of prepared prompts as each has ended, as `LLM.as_completed`."""
 
     @abstractmethod
     def begun(self, prompt: PreparedPrompt) -> tuple[int, Sequence[int]]:

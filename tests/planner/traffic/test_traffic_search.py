@@ -153,7 +153,7 @@ def test_traffic_keeps_the_time_limit_though_no_rate_was_found(
     assert ("requests within TTFT 1 s" in text) == ("--ttft" in words)
 
 
-@pytest.mark.parametrize("limit_s", [0.4, 30.0])
+@pytest.mark.parametrize("limit_s", [0.4, pytest.param(30.0, marks=pytest.mark.seldom)])
 def test_another_load_changes_no_answer(limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is of work: also where the time of day is over, and where work ends the search."""
     request = PlanRequest(model="opt-1.3b", devices="t4:2", bits="16", requests=10, **LIMITED)
@@ -307,7 +307,11 @@ def test_cards_that_hold_the_model_are_engines_of_their_own(
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (1, ["--rate", "max", "--ttft", "0.5", "--tpot", "0.05"]),
+        pytest.param(
+            1,
+            ["--rate", "max", "--ttft", "0.5", "--tpot", "0.05"],
+            marks=pytest.mark.seldom,
+        ),
         (2, ["--rate", "max", "--ttft", "0.5", "--tpot", "0.05"]),
         (2, ["--rate", "1", "--objective", "latency"]),
         (3, ["--rate", "1"]),
@@ -358,7 +362,7 @@ def test_simpler_ways_are_beside_the_plan_in_one_measure(
     assert others and (own <= min(others) if "answer" in unit else own >= max(others))
 
 
-@pytest.mark.parametrize("rate", ["max", "500"])
+@pytest.mark.parametrize("rate", ["max", pytest.param("500", marks=pytest.mark.seldom)])
 def test_no_simple_way_is_better_than_the_answer(rate: str) -> None:
     """Each of them in steps of all sizes, for all numbers of requests at once.
 
