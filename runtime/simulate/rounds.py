@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.requests.request import Ints, MicroBatch, StepKind
+from llmpq.runtime.simulate.step_scheduler import StepScheduler
 from llmpq.runtime.simulate.step_times import StepRows, TimedStage
 
 LEAST = 3
@@ -68,7 +68,9 @@ class SteadySteps:
         self._members.clear()
         self._rows.clear()
 
-    def round(self, scheduler: Scheduler, under_way: deque[tuple[MicroBatch, float]]) -> list[Ints]:
+    def round(
+        self, scheduler: StepScheduler, under_way: deque[tuple[MicroBatch, float]]
+    ) -> list[Ints]:
         """Return the table's rows of each step of a round, the next first; none if none is known.
 
         Each running request is in one of the steps.
@@ -155,7 +157,7 @@ def _straight(
 
 
 def pass_rounds(
-    scheduler: Scheduler,
+    scheduler: StepScheduler,
     stages: Sequence[TimedStage],
     steady: SteadySteps,
     under_way: deque[tuple[MicroBatch, float]],

@@ -16,7 +16,8 @@ from llmpq.planner.make import make_plan
 from llmpq.plans.plan import Plan
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.requests.request import MicroBatch
-from llmpq.runtime.simulate import rounds
+from llmpq.runtime.simulate import engine, rounds
+from llmpq.runtime.simulate.counted_scheduler import CountedScheduler
 from llmpq.runtime.simulate.simulation import EngineModel, simulate, simulate_plan
 from llmpq.runtime.simulate.step_times import StepRows, stage_times
 from llmpq.service_measures import Quantiles, ServedRequest, ServiceLimits, ServiceMeasures
@@ -113,6 +114,7 @@ def test_rounds_passed_at_once_are_those_step_by_step(
         return next_micro_batch(self)
 
     monkeypatch.setattr(Scheduler, "next_micro_batch", counted)
+    monkeypatch.setattr(engine, "scheduler_of", Scheduler)
     quick = simulate([model], traffic)
     asked = len(steps)
     monkeypatch.setattr(rounds, "LEAST", 10**9)
@@ -123,6 +125,21 @@ def test_rounds_passed_at_once_are_those_step_by_step(
         assert one.output_tokens == other.output_tokens
         assert one.first_token_s == pytest.approx(other.first_token_s, rel=1e-9)
         assert one.end_s == pytest.approx(other.end_s, rel=1e-9)
+
+
+def test_steps_from_counts_take_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By either scheduler, to the last bit; where it has prefixes or windows it has its tables."""
+    for devices, changed in (("t4", {"num_blocks": 11}), ("t4:4", {}), ("v100,t4:2", {})):
+        model = EngineModel.of_plan(_plan(devices, prompt_len=512))
+        model = replace(model, limits=replace(model.limits, **changed)).without_prefixes()
+        assert isinstance(engine.scheduler_of(model.limits), CountedScheduler)
+        traffic = at_rate(poisson_traffic([40, 500, 900], [2, 90, 400], requests=24, seed=3), 0.5)
+        counted = simulate([model], traffic)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "scheduler_of", Scheduler)
+            assert simulate([model], traffic) == counted
+    for more in ({"prefix_cache": True}, {"window": 64, "window_blocks": 9}, {"snapshots": 2}):
+        assert isinstance(engine.scheduler_of(replace(model.limits, **more)), Scheduler)
 
 
 def test_more_requests_a_second_wait_longer() -> None:
