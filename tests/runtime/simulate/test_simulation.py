@@ -138,7 +138,8 @@ def test_steps_from_counts_take_as_long(monkeypatch: pytest.MonkeyPatch) -> None
         with monkeypatch.context() as patched:
             patched.setattr(engine, "scheduler_of", Scheduler)
             assert simulate([model], traffic) == counted
-    for more in ({"prefix_cache": True}, {"window": 64, "window_blocks": 9}, {"snapshots": 2}):
+    windows = {"window": 64, "window_blocks": 9, "host_blocks": 0}
+    for more in ({"prefix_cache": True}, windows, {"snapshots": 2}):
         assert isinstance(engine.scheduler_of(replace(model.limits, **more)), Scheduler)
 
 
