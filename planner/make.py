@@ -39,7 +39,13 @@ from llmpq.planner.problem.make_problem import (
 from llmpq.planner.problem.outcome import Outcome
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import DTYPES, PREFERENCES, FitsRequest, PlanRequest
-from llmpq.planner.solving.answer import Answer, answer, one_engine, solve_options
+from llmpq.planner.solving.answer import (
+    Answer,
+    answer,
+    one_engine,
+    solve_options,
+    with_robustness,
+)
 from llmpq.planner.solving.methods import PLANNERS, SolveOptions, within
 from llmpq.plans.plan import Plan, Prefer
 from llmpq.precision import Precision
@@ -138,15 +144,22 @@ def make_plan(
     if best is None:
         closer = closer_refusal(request, problem, DoesNotFitError(refused), path)
         raise DoesNotFitError(str(closer))
-    return _with_shared_stages(problem, best, options, path).plan
+    best, spent_s = _with_shared_stages(problem, best, options, path)
+    return with_robustness(best, options, spent_s).plan
 
 
 def _with_shared_stages(
     problem: Problem, best: Answer, options: SolveOptions, path: str | None
-) -> Answer:
-    """Return the best plan of one engine: the best pipeline, or one whose stages GPUs share."""
+) -> tuple[Answer, float]:
+    """Return the best plan of one engine, and the work of the searches for it.
+
+    It is the best pipeline, or one whose stages GPUs share.
+    """
     shared = one_engine(problem, best, options, path)
-    return best if shared is None else shared.single or best
+    if shared is None:
+        return best, best.outcome.work_s
+    best = shared.single or best
+    return best, best.outcome.work_s + shared.found.work_s
 
 
 def _joined(given: Any) -> Any:
@@ -366,7 +379,8 @@ def _first_that_fits(
             work = way.problem.workload.model_copy(update={"batch": batch})
             try:
                 problem = way.problem.with_changes(workload=work)
-                return _with_shared_stages(problem, answer(problem, options, path), options, path)
+                best = answer(problem, options, path)
+                return _with_shared_stages(problem, best, options, path)[0]
             except DoesNotFitError as error:
                 refusal = error
     assert refusal is not None, "there is a window at least"

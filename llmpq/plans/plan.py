@@ -356,6 +356,23 @@ class Predicted(FileForm):
     """Whether any cost came from the roofline estimate instead of a profile."""
 
 
+class Robustness(FileForm):
+    """By what share costs may be wrong, each by a factor of its own, with a plan near the best.
+
+    A cost is a device kind's time of a layer at some bits, of the embedding or the head, of prompts
+    or of tokens, or a link's: the same in all plans that have it.
+    """
+
+    near: float
+    """The plan's value is at most this share above that of the best pipeline."""
+    proven: float = Field(ge=0)
+    """With every cost off by up to this share it is."""
+    refuted: float | None = Field(default=None, ge=0)
+    """With every cost off by up to this share it may not be; none: no such share was found."""
+    better: str = ""
+    """The pipeline that then is better by more."""
+
+
 class SolverReport(FileForm):
     """Who made the plan and how good it is known to be."""
 
@@ -378,6 +395,8 @@ class SolverReport(FileForm):
     """Of the solver."""
     sensitivity: str = "none"
     """The indicator that omega came from."""
+    robustness: Robustness | None = None
+    """Of plans of the exact method, for a job."""
     note: str = ""
 
 

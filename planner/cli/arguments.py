@@ -354,7 +354,8 @@ def _how_to_solve(section: Section) -> None:
     seconds = (
         "seconds after which every search ends, or inf (60); most end before, when they have done "
         "half as many seconds of work (three quarters for live traffic, whose seconds are of CPU "
-        "time), so that a plan does not depend on a machine's load"
+        "time), so that a plan does not depend on a machine's load; a twentieth of that at most "
+        "is for the line `robust`: how wrong costs may be"
     )
     section.flag("--time-limit", also=("--ilp-time-limit",), type=float, default=60.0, help=seconds)
     section.flag(

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 from llmpq.errors import BadPlanError
 from llmpq.file_form import read_json, save_text
 from llmpq.planner.check.verify import SCHEMA, Refused, Verified, verify
+from llmpq.planner.cli.report import shown_proven
 from llmpq.planner.problem.requests import VerifyRequest
 from llmpq.planner.solving.answer import Answer, TopologyAnswer
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import variants_with_room
+from llmpq.planner.solving.robustness import NEAR, bound_only
 from llmpq.planner.solving.worker import (
     SolverCrashed,
     certificate_in_child,
@@ -26,9 +28,6 @@ if TYPE_CHECKING:
     from llmpq.planner.problem.problem import Problem
     from llmpq.plans.plan import Plan
     from llmpq.plans.topology import Topology
-
-NEAR = 0.05
-"""How far above the best a plan may be that is said to stay near it."""
 
 
 def certificate_path(plan_path: str) -> Path:
@@ -173,27 +172,22 @@ def verified_lines(name: str, plan: dict[str, Any], found: Verified, most_waves:
         who = "the search, of all groups looked at," if shared else "the search, which knows more,"
         said = "" if stated is None else f" ({who} says {stated:.4%})"
         lines.append(f"gap {found.value / found.bound - 1:.4%}{said}")
-    lines.append(robust_line(found))
+    lines.append(robust_line(found, plan["solver"].get("robustness")))
     return lines
 
 
-def robust_share(found: Verified) -> float:
-    """Return the largest share that all costs may be wrong by, whatever other plans there may be.
+def robust_line(found: Verified, stated: dict[str, Any] | None) -> str:
+    """Return by how much all costs may be wrong at least for the plan to stay near the best.
 
-    If each time is wrong by at most a share x, the plan takes (1 + x) of its own time at most, any
-    other (1 - x) of its at least. It is the largest where another plan has the bound and no cost in
-    common with this one; costs that they share, or a best other plan that is slower, allow more.
+    By the certificate's bound alone; `stated`: what the plan says, by searches with other costs.
     """
-    most = (1 + NEAR) * found.bound
-    return (most - found.value) / (most + found.time_s)
-
-
-def robust_line(found: Verified) -> str:
-    """Return by how much all costs may be wrong at least for the plan to stay near the best."""
-    share = robust_share(found)
+    share = bound_only(found.value, found.time_s, found.bound)
+    more = "it may be with more, where plans share costs"
+    if stated is not None:
+        more = f"the search, which knows what plans share, says {shown_proven(stated['proven'])}"
     if share <= 0:
-        return f"the bound does not show that the plan stays within {NEAR:.0%} of the best"
+        return f"the bound does not show that the plan stays within {NEAR:.0%} of the best; {more}"
     return (
         f"robust: with every cost off by up to {share:.2%} either way, each by itself, the plan is "
-        f"within {NEAR:.0%} of the best; it may be with more, where plans share costs"
+        f"within {NEAR:.0%} of the best; {more}"
     )

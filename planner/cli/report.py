@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from llmpq.families import FAMILIES
 from llmpq.models.model_spec import ModelSpec
 from llmpq.models.stored_head import has_further_layers, has_mtp_head
 from llmpq.planner.cli.alternatives import Speed
-from llmpq.plans.plan import Plan, StagePlan
+from llmpq.plans.plan import Plan, Robustness, StagePlan
 from llmpq.precision import KVPrecision, Precision, bits_of
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.units import format_size, short_size, shown, shown_loss
@@ -194,7 +195,36 @@ def headline(plan: Plan, compared_with: str | None = None) -> list[str]:
             lines.append(speed_line(plan))
         lines += loss_lines(plan)
     lines.append(f"{solver.method}: {quality_of(plan, compared_with)}")
+    if solver.robustness is not None:
+        lines.append(robustness_line(solver.robustness, plan.compared_with))
     return lines
+
+
+TENTHS = 1000
+"""Shares are shown in tenths of a per cent."""
+
+
+def shown_proven(share: float) -> str:
+    """Return a share that holds, rounded down."""
+    return f"{math.floor(share * TENTHS) / TENTHS:.1%}"
+
+
+def robustness_line(found: Robustness, plans: str) -> str:
+    """Return by how much costs may be wrong with a plan near the best of some plans.
+
+    What is proven is rounded down, what is refuted up; within a tenth of a per cent they are one.
+    """
+    near, share = f"within {found.near:.0%} of the best of {plans}", shown_proven(found.proven)
+    if found.proven < 1 / TENTHS:
+        line = f"robust: no cost error is shown to keep the plan {near}"
+    else:
+        line = f"robust: {near} while every cost is off by up to {share} either way, each by itself"
+    if found.refuted is None:
+        return line
+    other = f"another may be better by more ({found.better})"
+    if found.refuted - found.proven <= 1 / TENTHS:
+        return f"{line}; beyond, {other}"
+    return f"{line}; at {math.ceil(found.refuted * TENTHS) / TENTHS:.1%} {other}"
 
 
 def _cache_text(work: Workload) -> str:

@@ -43,6 +43,7 @@ from llmpq.planner.solving.answer import (
     score,
     solve_options,
     solved,
+    with_robustness,
     without_sending,
 )
 from llmpq.planner.solving.device_groups import may_group
@@ -191,7 +192,10 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         return
     from llmpq.planner.cli.report import mtp_notes, print_plan, remarks_of
 
-    if request.speculate is not None:
+    if request.speculate is None:
+        others_s = 0.0 if several is None else several.found.work_s
+        best = with_robustness(best, options, best.outcome.work_s + others_s)
+    else:
         from llmpq.planner.evaluate.add_drafts import describe
 
         best = replace(best, plan=_drafting(best.plan, problem, request.speculate))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from llmpq.planner.cli.alternatives import PROVEN_GAP, Speed, not_used
-from llmpq.planner.cli.report import bits_text, loss_lines, warnings_of
+from llmpq.planner.cli.report import bits_text, loss_lines, robustness_line, warnings_of
 from llmpq.planner.solving.answer import TIE, Answer, TopologyAnswer
 from llmpq.planner.solving.plan_search import CUT
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
@@ -179,11 +179,17 @@ def print_topology(
         *warnings_of(notes),
         *job,
         *loss_lines(_lossiest(topology)),
+        *_robust(topology),
         *lines,
     ):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print(f"solved in {seconds:.2f} s", highlight=False)
     console.print(engine_table(topology))
+
+
+def _robust(topology: Topology) -> list[str]:
+    found = topology.solver.robustness
+    return [] if found is None else [robustness_line(found, "topologies")]
 
 
 def wait_line(topology: Topology) -> str:

@@ -118,7 +118,10 @@ class Frontier:
 
 
 class Search:
-    """State of the search. `ceiling`: the value of a plan of another problem, to be improved on."""
+    """State of the search. `ceiling`: the value of a plan of another problem, to be improved on.
+
+    `enough`: a plan below this value ends it.
+    """
 
     def __init__(
         self,
@@ -128,12 +131,13 @@ class Search:
         *,
         budget: float | None = None,
         ceiling: float = math.inf,
+        enough: float = -math.inf,
     ) -> None:
         self.true = p
         self.start, self.timer = now_s(), Timer()
         self.deadline = deadline
         self.gap = gap / 2  # half of it for pruning, so that the stated gap is below what was asked
-        self.budget, self.ceiling = budget, ceiling
+        self.budget, self.ceiling, self.enough = budget, ceiling, enough
         self.incumbent = Incumbent(p, budget)
         self.true_tables = PairTables(p)
         self.p, self.space = searched(p)
@@ -176,6 +180,8 @@ class Search:
     @property
     def target(self) -> float:
         """Nodes with a bound at or above this are pruned."""
+        if self.value < self.enough:
+            return -math.inf
         value = min(self.value, self.ceiling)
         if not math.isfinite(value):
             return math.inf
@@ -425,7 +431,7 @@ def solve_exact(
     """
     if not p.numbers(*p.pairs[0]).uniform:
         return solve_ilp(p, time_limit_s=time_limit_s, gap=gap)
-    search = Search(p, now_s() + time_limit_s, gap, ceiling=warm.ceiling)
+    search = Search(p, now_s() + time_limit_s, gap, ceiling=warm.ceiling, enough=warm.enough)
     bound = search.quick_pass(warm.known)
     if bound < search.target:
         (search.resume if warm.resumed else search.begin)(warm.known)

@@ -71,7 +71,7 @@ def solve_budget(
     priced = p.with_changes(theta=theta)
     limit = budget * (1 + BUDGET_ROUNDING / 2)
     end, highest = start + time_limit_s, warm.ceiling + theta * limit
-    search = Search(priced, end, gap, budget=limit, ceiling=highest)
+    search = Search(priced, end, gap, budget=limit, ceiling=highest, enough=warm.enough)
     if within is not None:
         search.incumbent.offer(within)
     bound = search.quick_pass(warm.known)

@@ -126,6 +126,10 @@ def size_numbers(p: Problem, phase: Phase, size: int) -> SizeNumbers:
         last_layer_s, last_ends_s = one_size(p, phase, rest)
         held_layer_s = layer_s + share * (last_layer_s - layer_s)
         held_ends_s = ends_s + share * (last_ends_s - ends_s)
+    if p.factors is not None:
+        of_layers, of_ends = p.factors.layer[phase, size], p.factors.ends[phase, size]
+        layer_s, held_layer_s = layer_s * of_layers, held_layer_s * of_layers
+        ends_s, held_ends_s = ends_s * of_ends, held_ends_s * of_ends
     tokens = work.prompt_len / p.chunks_of_prompt if prefill else 1
     row = tokens * p.spec.hop_features * work.dtype_bytes
     return SizeNumbers(

@@ -75,6 +75,8 @@ class WarmStart:
 
     ceiling: float = math.inf
     """Value of a plan of another problem: plans that are not below it need not be found."""
+    enough: float = -math.inf
+    """The search ends, without a bound, once it has a plan below this value."""
     known: Assignment | None = None
     """A plan to start from, which need not fit."""
     resumed: bool = False

@@ -25,6 +25,7 @@ from llmpq.models.model_spec import ModelSpec
 from llmpq.models.tensor_parallel import Member
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.links import ClassLinks, Floats, LinkTables, link_tables
+from llmpq.planner.problem.cost_factors import CostFactors
 from llmpq.planner.problem.numbers import (
     PairNumbers,
     SizeNumbers,
@@ -78,12 +79,14 @@ class DeviceClass:
 
 _OF_DEVICES = frozenset({"spec", "cluster", "costs", "group", "pins", "nearest_links"})
 _MADE_OF: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("_keys", "links", "members", "classes", "class_links"), _OF_DEVICES),
+    **dict.fromkeys(("_keys", "links", "members", "classes", "measured_links"), _OF_DEVICES),
     **dict.fromkeys(("groups", "cuts"), frozenset({"spec", "group"})),
     "open": frozenset({"spec", "offered", "choices", "group"}),
     "weights": frozenset({"spec", "quantization", "choices", "workload"}),
 }
 """Cached property -> fields that it is made of; of the workload, the dtype alone."""
+_OF_FACTORS = ("class_links", "node_twins", "_sizes", "_numbers", "of_any_theta")
+"""Cached properties that are others where times have factors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,8 @@ class Problem:
     nearest_links: bool = False
     """Put devices of equal kind and memory into one class, as if all had the best of their links:
     no plan of the true problem is slower for that, so its bounds are valid there."""
+    factors: CostFactors | None = None
+    """What its times are multiplied by, where they are taken to be wrong; None: as measured."""
 
     @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
@@ -166,6 +171,12 @@ class Problem:
     @cached_property
     def class_links(self) -> ClassLinks:
         """The links between classes."""
+        measured = self.measured_links
+        return measured if self.factors is None else self.factors.of_links(measured)
+
+    @cached_property
+    def measured_links(self) -> ClassLinks:
+        """The links between classes, without factors."""
         devices = self.cluster.devices
         if len(devices) <= MANY_DEVICES:
             return self.links.between(self.members)
@@ -180,7 +191,7 @@ class Problem:
     @cached_property
     def node_twins(self) -> list[list[tuple[int, ...]]]:
         """Groups of nodes that can be exchanged whole, each node as its classes."""
-        if self.nearest_links or len(self.cluster.devices) > MANY_DEVICES:
+        if self.nearest_links or self.factors or len(self.cluster.devices) > MANY_DEVICES:
             return []
         return twin_nodes(self.cluster.devices, self._keys, self.members, self.links)
 
@@ -328,6 +339,8 @@ class Problem:
         if set(changes) == {"theta"}:
             own = {*fields, "priced_omega"}
             kept = {k for k in self.__dict__ if k not in own}
+        elif set(changes) == {"factors"}:
+            kept = {k for k in self.__dict__ if k not in {*fields, *_OF_FACTORS}}
         else:
             same_dtype = changed.workload.dtype == self.workload.dtype
             only_rows = changed.workload == self.workload.model_copy(

@@ -20,8 +20,14 @@ from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.device_groups import may_group, on_places
 from llmpq.planner.solving.methods import NO_PLAN, SolveOptions, within
 from llmpq.planner.solving.plan_search import nothing_fits, search_plan, variants_with_room
-from llmpq.planner.solving.worker import plan_in_child, topology_in_child
-from llmpq.plans.plan import Plan, Predicted, Prefer, SolverReport
+from llmpq.planner.solving.robustness import NEAR, bound_only, work_limit_s
+from llmpq.planner.solving.worker import (
+    SolverCrashed,
+    plan_in_child,
+    robustness_in_child,
+    topology_in_child,
+)
+from llmpq.plans.plan import Plan, Predicted, Prefer, Robustness, SolverReport
 from llmpq.plans.topology import EngineShare, Topology, TopologyPredicted
 from llmpq.version import __version__
 
@@ -102,6 +108,27 @@ def answer(problem: Problem, options: SolveOptions, path: str | None) -> Answer:
     valued = priced if options.budget is None else priced.with_changes(theta=0.0)
     plan = checked_plan(valued, outcome, path, options.prefer)
     return Answer(problem=priced, outcome=outcome, plan=plan)
+
+
+def with_robustness(best: Answer, options: SolveOptions, spent_s: float) -> Answer:
+    """Return a pipeline whose plan says by how much costs may be wrong with it near the best.
+
+    `spent_s`: work of the searches for it. As it is where it was not made by the exact method for
+    the makespan of all rows at once.
+    """
+    p, outcome = best.problem, best.outcome
+    if outcome.method != "exact" or p.objective != "makespan" or best.waves > 1:
+        return best
+    variants = variants_with_room(p, options)
+    if (p.kv, p.chunk) not in [(one.kv, one.chunk) for one in variants]:
+        return best
+    work_s = work_limit_s(options, spent_s)
+    try:
+        found = robustness_in_child(p, outcome, variants, options, work_s)
+    except SolverCrashed:  # the plan is as good without; a crash has been said
+        return best
+    solver = best.plan.solver.model_copy(update={"robustness": found})
+    return replace(best, plan=best.plan.model_copy(update={"solver": solver}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,6 +499,9 @@ def _topology(
             gap=gap / found.bound if found.bound > 0 else None,
             version=__version__,
             sensitivity=problem.sensitivity.indicator,
+            robustness=Robustness(
+                near=NEAR, proven=bound_only(found.value, found.value, found.bound)
+            ),
         ),
     )
 

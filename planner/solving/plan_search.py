@@ -47,12 +47,13 @@ class KvPrecisionSweep:
         solve: Callable[[Problem, SolveOptions, WarmStart], Outcome] = solve,
         *,
         ceiling: float = math.inf,
+        enough: float = -math.inf,
     ) -> None:
-        """`ceiling`: plans that are not below it need not be found."""
+        """`ceiling`: plans that are not below it need not be found; `enough`: one below it is."""
         self.problems = problems
         self.options = options
         self.solve = solve
-        self.ceiling = ceiling
+        self.ceiling, self.enough = ceiling, enough
         self.best: tuple[int, Outcome] | None = None
         """Index of a problem, and its outcome."""
         self.bounds: dict[int, float] = {}
@@ -66,15 +67,23 @@ class KvPrecisionSweep:
         deadline = now_s() + limit
         waiting = self._by_promise() if self.options.method == "exact" else self._as_given()
         for k, index in enumerate(waiting):
+            if self._is_enough:
+                return
             left = max(0.0, deadline - now_s())
             share = max(1 / (len(waiting) - k), FIRST_SHARE if k == 0 else 0.0)
             self._solve(index, limit if math.isinf(left) else left * share)
+        if self._is_enough:
+            return
         again = sorted(self.bounds, key=lambda index: self.bounds[index])
         for index in again if len(self.problems) > 1 and self.options.method == "exact" else ():
             left = deadline - now_s()
             if left > AGAIN_SHARE * limit and self._may_be_better(index):
                 self._solve(index, left)
         self._move_to_another_kv()
+
+    @property
+    def _is_enough(self) -> bool:
+        return self.best is not None and self.best[1].value < self.enough
 
     @property
     def proven(self) -> bool:
@@ -116,7 +125,7 @@ class KvPrecisionSweep:
     def _solve(self, index: int, limit_s: float) -> None:
         """Solve one problem; keep the plan if it is the best, and what is proven."""
         known = self.bounds.get(index, -math.inf)
-        warm = WarmStart(ceiling=self.ceiling, resumed=index in self.bounds)
+        warm = WarmStart(ceiling=self.ceiling, enough=self.enough, resumed=index in self.bounds)
         if self.best is not None:
             outcome = self.best[1]
             ceiling = min(outcome.value, self.ceiling)

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from llmpq.planner.solving.plan_search import Solved
     from llmpq.planner.solving.topologies import FoundTopology
     from llmpq.planner.solving.topology_search import KnownPipeline
-    from llmpq.plans.plan import Plan
+    from llmpq.plans.plan import Plan, Robustness
 
 CHILD = (sys.executable, "-m", "llmpq.planner.solving.worker")
 _PR_SET_PDEATHSIG = 1
 """Of prctl(2): which signal a process gets when its parent ends."""
-Job = Literal["plan", "topology", "certificate", "engine_proofs", "front", "offload"]
+Job = Literal["plan", "topology", "certificate", "engine_proofs", "robustness", "front", "offload"]
 
 
 class SolverCrashed(LlmpqError):
@@ -124,6 +124,27 @@ def engine_proofs_in_child(
     """Return what engines take for their rows at least, as far as it bounds a topology found."""
     asked = {"options": _options_data(options), "aim": found.bound, "most": found.most}
     return list(run_in_child(problem, "engine_proofs", asked, method="exact")["proofs"])
+
+
+def robustness_in_child(
+    problem: Problem,
+    outcome: Outcome,
+    variants: Sequence[Problem],
+    options: SolveOptions,
+    work_s: float,
+) -> Robustness:
+    """Return by how much costs may be wrong with a plan near the best."""
+    from llmpq.plans.plan import Robustness
+
+    asked = {
+        "options": _options_data(options),
+        "assignment": asdict(outcome.assignment),
+        "variants": [[one.kv.value, one.chunk] for one in variants],
+        "bound": outcome.bound,
+        "work_s": work_s,
+    }
+    answer = run_in_child(problem, "robustness", asked, method="exact")
+    return Robustness.parse_data(answer, where="robustness")
 
 
 def _options_data(options: SolveOptions) -> dict[str, Any]:
@@ -218,6 +239,8 @@ def _do(problem: Problem, job: Job, options: dict[str, Any]) -> dict[str, Any]:
         most = [(tuple(v), rows) for v, rows in options["most"]]
         options_of = _parsed_options(options["options"])
         return {"proofs": engine_proofs(problem, options_of, options["aim"], most)}
+    if job == "robustness":
+        return _robustness(problem, options)
     if job == "front":
         from llmpq.planner.front.front import pareto_front
 
@@ -227,15 +250,34 @@ def _do(problem: Problem, job: Job, options: dict[str, Any]) -> dict[str, Any]:
     return asdict(estimate_flexgen(problem, **options))
 
 
+def _variants(problem: Problem, asked: dict[str, Any]) -> list[Problem]:
+    return [
+        problem.with_job(kv=KVPrecision(kv)).with_changes(chunk=chunk)
+        for kv, chunk in asked["variants"]
+    ]
+
+
+def _robustness(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
+    """Look for the shares of a plan."""
+    from llmpq.planner.solving.robustness import robustness
+
+    found = robustness(
+        _variants(problem, asked),
+        asked["variants"].index([problem.kv.value, problem.chunk]),
+        _assignment(asked["assignment"]),
+        _parsed_options(asked["options"]),
+        work_s=asked["work_s"],
+        bound=asked["bound"],
+    )
+    return found.model_dump(mode="json")
+
+
 def _certificate(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
     """Make the certificate of a plan."""
     from llmpq.planner.solving.certificate import certificate
     from llmpq.plans.plan import Plan
 
-    variants = [
-        problem.with_job(kv=KVPrecision(kv)).with_changes(chunk=chunk)
-        for kv, chunk in asked["variants"]
-    ]
+    variants = _variants(problem, asked)
     plan = Plan.parse_data(asked["plan"], where="plan")
     return certificate(plan, problem, _assignment(asked["assignment"]), variants, asked["budget"])
 
