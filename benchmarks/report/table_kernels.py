@@ -297,6 +297,13 @@ KERNEL_TABLES = {
         ),
         newest=True,
     ),
+    "step_stream": Pivot(
+        file="step.jsonl",
+        bench="step_stream",
+        index=("model", "kind", "context", "way"),
+        column="rows",
+        show=lambda row: f"{row['value']:.0f} ({row['baselines']['without_us']:.0f})",
+    ),
     "tune": Pivot(
         file="tune.jsonl",
         bench="tune",
@@ -324,6 +331,16 @@ KERNEL_TABLES = {
         index=("precision", "weights", "shape"),
         column="m",
         show=over_cublas_and_tiles,
+    ),
+    "gemm_humming": Pivot(
+        file="gemm_choice.jsonl",
+        bench="gemm_humming",
+        index=("precision", "weights", "shape"),
+        column="m",
+        show=lambda row: (
+            f"{row['baselines']['humming'] / row['value']:.2f}x "
+            f"({row['baselines']['cublas'] / row['value']:.2f})"
+        ),
     ),
     "rows_between": Pivot(
         file="gemm_choice.jsonl",
