@@ -348,6 +348,32 @@ def _forked(work: Callable[[], dict[str, Any]], method: str) -> dict[str, Any]:
     return _fields(text, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, method)
 
 
+def start_fork(work: Callable[[], object]) -> int:
+    """Start a fork of this process that does some work, silently, and ends with it at the latest.
+
+    Return its number, for `end_fork`, or to be waited for. Only where it `may_fork`.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent, child = os.getpid(), os.fork()
+    if child:
+        return child
+    try:
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        _end_with(parent)
+        work()
+    finally:
+        os._exit(0)
+
+
+def end_fork(child: int) -> None:
+    """End a fork that is still to be waited for."""
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def _import_what_comes_next() -> None:
     """Import what a command does with an answer, and the solvers that a next fork then has."""
     import rich.console  # noqa: F401

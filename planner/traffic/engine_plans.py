@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.baselines.water_filling import water_filled
@@ -25,6 +26,7 @@ from llmpq.planner.solving.count_vectors import Place
 from llmpq.planner.solving.device_groups import on_places
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import best_plan, variants_with_room
+from llmpq.planner.traffic.plans_ahead import PlansAhead
 from llmpq.planner.traffic.steady_state import MeanLengths, SteadyState, best_state
 from llmpq.plans.plan import ClusterRef, Plan
 from llmpq.service_measures import ServiceLimits
@@ -59,15 +61,18 @@ class EnginePlan:
 class _Job:
     """A batch job that an engine is planned as, and its plans by theta."""
 
+    key: str
+    """What its plans depend on, beside theta."""
     problem: Problem | None
     """None once it is solved at all of them."""
     thetas: Sequence[float]
     plans: dict[float, Plan | None] = field(default_factory=dict)
 
-    def plan_at(self, theta: float, solved: Callable[[Problem], Plan | None]) -> Plan | None:
+    def plan_at(self, theta: float, solved: Callable[[str, Problem], Plan | None]) -> Plan | None:
         if theta not in self.plans:
             assert self.problem is not None, "it is not solved at this theta"
-            self.plans[theta] = solved(self.problem.with_changes(theta=theta))
+            key = f"{self.key}, theta {theta!r}"
+            self.plans[theta] = solved(key, self.problem.with_changes(theta=theta))
             if len(self.plans) == len(set(self.thetas)):
                 self.problem = None
         return self.plans[theta]
@@ -84,6 +89,8 @@ class EnginePlanner:
     limits: ServiceLimits
     ends_soon: bool = False
     """Whether answers are to end soon, not many requests to be served."""
+    ahead: PlansAhead = field(default_factory=PlansAhead)
+    """Solves them, and may have had a fork do so."""
     _known: dict[tuple[object, ...], list[_Job]] = field(default_factory=dict)
 
     @property
@@ -173,10 +180,14 @@ class EnginePlanner:
                 full = -(-requests // len(places))
                 sizes = [None, full] if self.ends_soon else [full]
             for rows in sizes:
-                yield _Job(job.with_changes(decode_microbatch=rows), thetas)
+                key = f"{places}, {requests} of {job.chunk} tokens, {dearer!r}, {kv}, {rows} rows"
+                yield _Job(key, job.with_changes(decode_microbatch=rows), thetas)
 
-    def _solved(self, job: Problem) -> Plan | None:
+    def _solved(self, key: str, job: Problem) -> Plan | None:
         """Return the plan of a job at its theta; None where nothing fits."""
+        return self.ahead.solve(key, partial(self._solve, job))
+
+    def _solve(self, job: Problem) -> Plan | None:
         spend_s(PLAN_S)
         options = replace(
             self.options,

@@ -30,6 +30,7 @@ from llmpq.planner.solving.topology_search import equal_shares
 from llmpq.planner.traffic.choose import best_variant, is_far_below
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic
+from llmpq.planner.traffic.plans_ahead import PlansAhead
 from llmpq.planner.traffic.rate_grid import RATE_STEP, BestOf, rate_number
 from llmpq.planner.traffic.rates import (
     GENERATIONS,
@@ -367,9 +368,9 @@ def search_traffic(
     of work; where the machine is so slow that the user's limit is over before, it is
     of CPU time, not of the time of day: the same command has the same answer beside another load.
     """
-    with counting(time.thread_time() + options.asked_s, time.thread_time):
+    with counting(time.thread_time() + options.asked_s, time.thread_time), PlansAhead() as ahead:
         options = replace(options, ends_at=math.inf)
-        return _searched(problem, options, path, traffic, objective, exactly)
+        return _searched(problem, options, path, traffic, objective, exactly, ahead)
 
 
 def _searched(
@@ -379,13 +380,20 @@ def _searched(
     traffic: NamedTraffic,
     objective: TrafficObjective,
     exactly: int | None,
+    ahead: PlansAhead,
 ) -> TrafficAnswer:
     timer = Timer()
     lengths = MeanLengths.of(traffic)
     grouped = with_groups(problem, options.kvs) if options.groups else None
     search = _Search(
         planner=EnginePlanner(
-            problem, options, path, lengths, traffic.limits, ends_soon=objective == "latency"
+            problem,
+            options,
+            path,
+            lengths,
+            traffic.limits,
+            ends_soon=objective == "latency",
+            ahead=ahead,
         ),
         vectors=CountVectors(problem if grouped is None else grouped.problem),
         end_s=now_s() + WORK_SHARE * options.asked_s,
@@ -394,11 +402,14 @@ def _searched(
         exactly=exactly,
     )
     search.allow(SOLVING_SHARE)
+    ahead.begin(partial(_plan_simple_from_behind, search))
     in_time = _plan_simple(search)
+    ahead.begin(partial(_plan_all_at_once, search))
     simple = _simple(search)
     found = _all_valued(search, simple)
     search.allow(SOLVING_SHARE)
     complete, left_out = _plan_all(search)
+    ahead.end()
     chosen = _chosen(search)
     if not (chosen or any(map(search.is_asked, found.values()))):
         raise DoesNotFitError(_nothing(traffic, complete, exactly))
@@ -856,6 +867,21 @@ def _plan_simple(search: _Search) -> bool:
                 return False
             search.in_steps(v, step_tokens)
     return True
+
+
+def _plan_simple_from_behind(search: _Search) -> None:
+    """Plan the engines of the simple ways, the last first: what `_plan_simple` comes to last."""
+    ways = chain(*_simple_ways(search).values())
+    engines = list(dict.fromkeys(map(search.vectors.canonical, chain(*ways))))
+    for requests in reversed(REQUESTS_AT_ONCE):
+        for v in reversed(engines):
+            search.engine(v, requests, STEP_TOKENS[0])
+
+
+def _plan_all_at_once(search: _Search) -> None:
+    """Plan all engines, without a limit: what `_plan_all` does when the simple ways are known."""
+    search.deadline_s = math.inf
+    _plan_all(search)
 
 
 def _filled(planner: EnginePlanner) -> list[EnginePlan]:
