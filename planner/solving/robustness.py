@@ -4,8 +4,9 @@ Every entry of the cost table (planner/evaluate/cost_entries.py) may be wrong by
 in [1 - x, 1 + x]. Let p be the plan, q any other, f factors, v_f a plan's objective with them. The
 plan stays near the best at x if v_f(p) <= 1.05 v_f(q) for all f and q.
 
-Refuted, by example: the search's best plan q where p's entries are slower and all others quicker;
-then the f that is worst for this pair, and the search again with it, until no new plan comes.
+Refuted, by example: the search's best plan q where what p's slowest stages use is slower and all
+else quicker; then the f that is worst for this pair, and the search again with it, until no new
+plan comes; then of p's next slowest stages.
 
 Proven, by the search's bound: of a box lo <= f <= hi and a term (`EntryTimes`) a f of p
 
@@ -55,8 +56,9 @@ GAP, EXAMPLE_GAP = 1e-3, 0.03
 """Relative gap of searches for a proof, and for an example."""
 OF_ONE = 0.2
 """Share of the work that a single search may have."""
-OF_LIMIT, OF_SEARCH, LEAST_S = 0.05, 0.15, 0.15
-"""Seconds of work at most: so much of the time limit, and of the plan's own search or so little."""
+OF_LIMIT, OF_SEARCH, LEAST_S = 0.05, 0.12, 0.12
+"""Shares of the time limit, at most, and of the plan's own search, but not less than so many
+seconds of work: about 15 % of a command's time."""
 USEFUL_S = 0.03
 """Seconds of work below which no search is begun."""
 OF_TABLES_S = 0.004
@@ -206,27 +208,34 @@ class RobustnessSearch:
                 factors = next(waiting, None)
 
     def _bad_factors(self) -> Iterator[Floats]:
-        """Yield factors: what the plan uses is slower; what one of its terms has most of is."""
-        own = self.own
+        """Yield factors: what a term of the plan has most of is slower, all else quicker.
+
+        Terms of the slowest stages first, at a share of `FIRST`, then at that of the example.
+        """
+        own, spans = self.own, (self.own.prefill, self.own.decode)
         most = own.fixed + own.prefill.max(axis=0) + own.decode.max(axis=0)
+        slowest = [np.argsort(-rows.sum(axis=1), kind="stable") for rows in spans]
+        pairs = sorted(product(*map(range, map(len, slowest))), key=sum)
+        terms = [
+            own.fixed + own.prefill[slowest[0][i]] + own.decode[slowest[1][j]] for i, j in pairs
+        ]
         for x in FIRST:
-            yield np.where(most > 0, 1 + x, 1 - x)
-            if self.refuted is not None:
-                break
-        box = self._active(self._whole(self.refuted or MOST))
-        for i, j in product(box.prefill, box.decode):
-            x, term = self.refuted or MOST, own.fixed + own.prefill[i] + own.decode[j]
+            if self.refuted is None:
+                yield np.where(terms[0] > most / 2, 1 + x, 1 - x)
+        for term in terms[1:]:
+            x = self.refuted or MOST
             yield np.where(term > most / 2, 1 + x, 1 - x)
 
     def _best(
         self, factors: Floats, below: float, deadline_s: float
     ) -> tuple[int, Assignment] | None:
-        """Return the best plan of all variants with factors, if one below a value is found."""
+        """Return the best plan of all variants with factors, if one is `below` a value.
+
+        Else one that the search came upon, which may be with other factors.
+        """
         problems = [self.entries.factored(k, factors) for k in range(len(self.variants))]
         sweep = self._sweep(problems, deadline_s, EXAMPLE_GAP, below)
-        if sweep.best is None or sweep.best[1].value >= below:
-            return None
-        return sweep.best[0], sweep.best[1].assignment
+        return None if sweep.best is None else (sweep.best[0], sweep.best[1].assignment)
 
     def _sweep(
         self,
@@ -423,19 +432,22 @@ class RobustnessSearch:
         )
 
     def _cut(self, box: _Box, other: EntryTimes) -> list[_Box]:
-        """Return a box in parts: its terms one by one, or halves by the entry that loses most."""
-        if len(box.prefill) > 1:
-            return [replace(box, prefill=(i,)) for i in box.prefill]
-        if len(box.decode) > 1:
-            return [replace(box, decode=(j,)) for j in box.decode]
+        """Return a box in parts by what loses most: terms one by one, or halves of an entry."""
         least, _ = self._terms(box)
-        middle = (box.low + box.high) / 2
+        wide, middle = box.high - box.low, (box.low + box.high) / 2
         taken = other.fixed.copy()
         for rows in (other.prefill, other.decode):
             taken += rows[int(np.argmax(rows @ middle))]
         # What min (1.05 taken - least) f is above its bound of a plan that takes no more of it.
-        lost = np.minimum(least, (1 + NEAR) * taken) * (box.high - box.low)
+        lost = np.minimum(least, (1 + NEAR) * taken) * wide
         e = int(np.argmax(lost))
+        spread = {
+            name: float(np.ptp(getattr(self.own, name)[list(own)], axis=0) @ wide)
+            for name, own in (("prefill", box.prefill), ("decode", box.decode))
+        }
+        widest = max(spread, key=lambda name: spread[name])
+        if spread[widest] > lost[e]:
+            return [replace(box, **{widest: (i,)}) for i in getattr(box, widest)]
         if lost[e] <= 0:
             return []
         halves = []
