@@ -445,9 +445,10 @@ class RobustnessSearch:
             name: float(np.ptp(getattr(self.own, name)[list(own)], axis=0) @ wide)
             for name, own in (("prefill", box.prefill), ("decode", box.decode))
         }
-        widest = max(spread, key=lambda name: spread[name])
-        if spread[widest] > lost[e]:
-            return [replace(box, **{widest: (i,)}) for i in getattr(box, widest)]
+        if spread["prefill"] > max(lost[e], spread["decode"]):
+            return [replace(box, prefill=(i,)) for i in box.prefill]
+        if spread["decode"] > lost[e]:
+            return [replace(box, decode=(j,)) for j in box.decode]
         if lost[e] <= 0:
             return []
         halves = []
