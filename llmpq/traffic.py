@@ -206,7 +206,8 @@ def _tokens(row: Mapping[str, Any], what: str, names: Sequence[str]) -> int:
     except (TypeError, ValueError):
         number = math.nan
     if not (number.is_integer() and 1 <= number <= MOST_TOKENS):
-        raise ValueError(f"{name} must be a whole number of at least 1, got {row[name]!r}")
+        most = f"of 1 to {MOST_TOKENS:,}" if number > MOST_TOKENS else "of at least 1"
+        raise ValueError(f"{name} must be a whole number {most}, got {row[name]!r}")
     return int(number)
 
 

@@ -115,6 +115,10 @@ class PairLink(Link):
 class Links(FileForm):
     """How nodes are connected; a pair overrides the defaults."""
 
+    MEANT: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("network", "ethernet", "internode", "inter_node"), "between_nodes"),
+        **dict.fromkeys(("nvlink", "pcie", "intranode", "intra_node"), "within_node"),
+    }
     between_nodes: Link = Link(gbps=10, latency_us=50)
     within_node: Link = Link(gbps=64, latency_us=20)
     pairs: tuple[PairLink, ...] = ()
@@ -230,6 +234,10 @@ class PlanningHints(FileForm):
 class Cluster(FileForm):
     """A named set of nodes and links."""
 
+    MEANT: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("gpus", "devices", "machines", "hosts", "servers", "cards"), "nodes"),
+        **dict.fromkeys(("network", "interconnect", "bandwidth", "link"), "links"),
+    }
     schema_version: int = Field(default=1, alias="schema", ge=1, le=1)
     name: str
     nodes: tuple[Node, ...] = Field(min_length=1)

@@ -84,6 +84,7 @@ PAPER_FIT = ("--fit", "--fit-cost-model")
 
 _SHARED_OUT = "layers are shared out by the plan: leave it out"
 _AT_ONCE = "requests at once are --batch N"
+_IN_ALL = "a plan runs any number of prompts; those at once are --batch N"
 _KV_BITS = "bits of the KV cache are --kv 8"
 _BITS = "a checkpoint's own form is found in its files; other bits of the weights are --bits 4"
 _IN_RAM = "the CPU computes whole layers: --devices 4090,cpu"
@@ -92,6 +93,7 @@ ENGINE_FLAGS = {
     "-c": "tokens of a request, prompt and answer, are --context N",
     **dict.fromkeys(("-ngl", "--n-gpu-layers", "-ts", "--tensor-split"), _SHARED_OUT),
     **dict.fromkeys(("--max-num-seqs", "-np", "--parallel", "--batch-size"), _AT_ONCE),
+    **dict.fromkeys(("--num-prompts", "--num-requests", "--n-prompts"), _IN_ALL),
     **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), _KV_BITS),
     **dict.fromkeys(("--cpu-offload-gb", "--n-cpu-moe", "--cpu-moe"), _IN_RAM),
     **dict.fromkeys(("--quantization", "--quant", "-q"), _BITS),

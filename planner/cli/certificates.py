@@ -184,9 +184,12 @@ def robust_line(found: Verified, stated: dict[str, Any] | None) -> str:
     share = bound_only(found.value, found.time_s, found.bound)
     more = "it may be with more, where plans share costs"
     if stated is not None:
-        more = f"the search, which knows what plans share, says {shown_proven(stated['proven'])}"
+        of_search = shown_proven(stated["proven"])
+        says = "shows none either" if of_search == shown_proven(0) else f"says {of_search}"
+        more = f"the search, which knows what plans share, {says}"
     if share <= 0:
-        return f"the bound does not show that the plan stays within {NEAR:.0%} of the best; {more}"
+        near = f"within {NEAR:.0%} of the best"
+        return f"the bound shows no cost error that keeps the plan {near}; {more}"
     return (
         f"robust: with every cost off by up to {share:.2%} either way, each by itself, the plan is "
         f"within {NEAR:.0%} of the best; {more}"

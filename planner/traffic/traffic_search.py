@@ -364,10 +364,15 @@ def search_traffic(
 ) -> TrafficAnswer:
     """Return the best plan for a traffic; `DoesNotFitError` where no engine fits or is in time.
 
+    `ValueError` where more engines are asked for than there are devices.
+
     `exactly`: of so many engines; the simple ways beside it have as many as they have. The limit is
     of work; where the machine is so slow that the user's limit is over before, it is
     of CPU time, not of the time of day: the same command has the same answer beside another load.
     """
+    devices = len(problem.cluster.devices)
+    if exactly is not None and exactly > devices:
+        raise ValueError(f"--engines {exactly} needs as many devices, got {devices}; ask for fewer")
     with counting(time.thread_time() + options.asked_s, time.thread_time), PlansAhead() as ahead:
         options = replace(options, ends_at=math.inf)
         return _searched(problem, options, path, traffic, objective, exactly, ahead)
@@ -805,25 +810,30 @@ def _cards(search: _Search) -> list[Vector]:
 
 
 def _chosen(search: _Search) -> list[Vector]:
-    """Return the disjoint engines of the highest sum of steady rates."""
-    rates: dict[Vector, float] = {}
-    for v in search.vectors.vectors:
-        best = search.best_of(v)
-        if best is not None:
-            rates[v] = best.steady.rate_per_s
-    if not rates:
-        return []
-    if search.objective == "latency" and search.exactly in (None, 1):
-        return [min(rates, key=lambda v: _latency(search, v))]
-    return search.vectors.most_rows(rates, search.exactly)[1]
+    """Return the disjoint engines that promise most by their steady states.
 
-
-def _latency(search: _Search, v: Vector) -> float:
-    """Return the lowest latency of an engine's plans that keep the traffic's rate, if any does.
-
-    Its loss lengthens it, as the preference weighs both.
+    Those of the highest sum of rates, or where answers are to end soon of what each ends in a time.
     """
-    plans, rate = search.plans_of(v), search.traffic.rate_per_s or 0.0
+    if search.objective != "latency":
+        return search.vectors.most_rows(_steady_rates(search), search.exactly)[1]
+    number = search.exactly or 1
+    speeds = {v: 1 / _latency(search, v, number) for v in _steady_rates(search)}
+    return search.vectors.most_rows(speeds, number)[1]
+
+
+def _steady_rates(search: _Search) -> dict[Vector, float]:
+    """Return the steady rates of all engines that were planned, each of its best plan."""
+    best = {v: search.best_of(v) for v in search.vectors.vectors}
+    return {v: one.steady.rate_per_s for v, one in best.items() if one is not None}
+
+
+def _latency(search: _Search, v: Vector, engines: int) -> float:
+    """Return the lowest latency of an engine's plans that keep its share of the traffic's rate.
+
+    Of all plans where none does. `engines`: how many share the traffic. Its loss lengthens it, as
+    the preference weighs both.
+    """
+    plans, rate = search.plans_of(v), (search.traffic.rate_per_s or 0.0) / engines
     able = [one for one in plans if one.steady.rate_per_s >= rate] or plans
     output, price = search.planner.lengths.output, search.planner.price
     return min(
@@ -955,11 +965,17 @@ def _best_way(
 
 
 def _others(search: _Search, chosen: Sequence[Vector]) -> dict[int, list[Vector]]:
-    """Return the best topologies of other numbers of engines, where steady rates are near."""
-    if search.objective == "latency" or search.exactly is not None:
+    """Return the best topologies of other numbers of engines, where steady rates are near.
+
+    Of so many as are asked for whose answers are to end soon the ones of the highest rate, too:
+    where requests wait, that decides.
+    """
+    rates, exactly = _steady_rates(search), search.exactly
+    if search.objective == "latency" and exactly not in (None, 1):
+        _, vectors = search.vectors.most_rows(rates, exactly)
+        return {exactly: vectors} if sorted(vectors) != sorted(chosen) else {}
+    if search.objective == "latency" or exactly is not None:
         return {}
-    best = {v: one for v in search.vectors.vectors if (one := search.best_of(v))}
-    rates = {v: one.steady.rate_per_s for v, one in best.items()}
     found = {}
     most, _ = search.vectors.most_rows(rates)
     for number in range(1, min(len(chosen) + 2, sum(search.vectors.counts)) + 1):

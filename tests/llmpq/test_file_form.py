@@ -151,6 +151,17 @@ def test_a_key_of_other_tools_is_answered_by_what_it_means(
 
 
 @pytest.mark.parametrize(
+    ("key", "meant"),
+    [("gpus", "nodes"), ("machines", "nodes"), ("network", "links"), ("links.nvlink", "within")],
+)
+def test_a_key_at_the_top_is_answered_by_what_it_means(key: str, meant: str) -> None:
+    outer, _, inner = key.partition(".")
+    data = {"name": "lab", "nodes": [{"name": "a", "devices": ["T4"]}]}
+    with pytest.raises(ValueError, match=f"unknown key '{key}': did you mean '{meant}"):
+        Cluster.parse_data({**data, outer: {inner: 10}}, where="x")
+
+
+@pytest.mark.parametrize(
     ("kind", "data", "said"),
     [
         (CostModel, {"model": {}, "workload": {}, "stages": []}, "a plan .*, expected costs"),

@@ -52,6 +52,7 @@ def test_blocks_of_a_trace_say_which_prompts_begin_alike(tmp_path: Path) -> None
         ("arrival_ms,prompt_tokens\n1,2\n", "no column of the answer's tokens"),
         ("arrival_ms,prompt_tokens,output_tokens\n1,0,2\n", "at least 1, got '0'"),
         ("arrival_ms,prompt_tokens,output_tokens\n1,2.5,2\n", "whole number"),
+        ("arrival_ms,prompt_tokens,output_tokens\n1,1e9,2\n", "of 1 to 16,777,216, got '1e9'"),
         ("arrival_ms,prompt_tokens,output_tokens\nnoon,2,2\n", "a date and time, got 'noon'"),
         (
             '{"at_s": 0, "prompt_tokens": 1, "output_tokens": 1}\nnot json\n',

@@ -27,11 +27,13 @@ from llmpq.planner.check.build_plan import build_plan
 from llmpq.planner.check.verify import (
     PRICE,
     Refused,
+    Verified,
     bounds,
     digest,
     most_rows,
     verify,
 )
+from llmpq.planner.cli.certificates import robust_line
 from llmpq.planner.evaluate import objective
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import sum_omega
@@ -391,6 +393,22 @@ def test_a_plan_stays_near_the_best_with_every_cost_off_by_what_is_said(seed: in
     worst = max(ratio(share, lambda _: rng.choice([-1, 1])) for _ in range(20))
     assert worst <= 1.05
     assert max(ratio(0.6, lambda _: rng.choice([-1, 1])) for _ in range(20)) > 1.05
+
+
+@pytest.mark.parametrize(
+    ("bound", "proven", "words"),
+    [
+        (10.0, 0.03, "each by itself, the plan is within 5% of the best; the search, which knows"),
+        (4.0, 0.03, "the bound shows no cost error that keeps the plan within 5% of the best; the"),
+        (4.0, 0.03, "which knows what plans share, says 3.0%"),
+        (4.0, 0.0, "which knows what plans share, shows none either"),
+    ],
+)
+def test_what_no_bound_shows_is_not_said_as_a_share(
+    bound: float, proven: float, words: str
+) -> None:
+    found = Verified(value=10.0, time_s=10.0, bound=bound, parts=1)
+    assert words in robust_line(found, {"proven": proven})
 
 
 def test_it_imports_the_standard_library_alone() -> None:

@@ -28,7 +28,7 @@ from llmpq.planner.traffic import rates, traffic_search
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.rates import RateFound, highest_rate, kept_apart, measured_at
-from llmpq.planner.traffic.steady_state import MeanLengths, best_state, steady_state
+from llmpq.planner.traffic.steady_state import MeanLengths, SteadyState, best_state, steady_state
 from llmpq.plans.plan import Plan
 from llmpq.plans.topology import Topology, read_plan
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
@@ -325,9 +325,43 @@ def test_so_many_engines_as_are_asked_for(number: int, words: list[str], tmp_pat
     assert len(used) == len(set(used)) >= number
 
 
+def test_several_engines_whose_answers_are_to_end_soon_are_the_quick_ones() -> None:
+    """Joined with a T4 each, two V100 serve more requests, and each of them later."""
+    request = PlanRequest(model="opt-1.3b", devices="v100:2,t4:2", prompt="64", gen="10", rate="1")
+    job, traffic, _ = traffic_job(request)
+    vectors = CountVectors(job.problem)
+    v100, t4, both = (vectors.alone(counts) for counts in ((1, 0), (0, 1), (1, 1)))
+    known = {
+        (vectors.canonical(v), 64, 512): SimpleNamespace(
+            steady=SteadyState(running=1, rate_per_s=rate, ttft_s=0.0, tpot_s=tpot_s), loss=0.0
+        )
+        for v, rate, tpot_s in ((v100, 2.0, 0.1), (t4, 0.5, 0.4), (both, 5.0, 0.3))
+    }
+    planner = SimpleNamespace(
+        price=0.0, lengths=MeanLengths.of(traffic), worth=lambda one: one.steady.rate_per_s
+    )
+    search = traffic_search._Search(
+        planner=cast(Any, planner),
+        vectors=vectors,
+        end_s=0.0,
+        traffic=traffic,
+        objective="latency",
+        exactly=2,
+        known=cast(Any, known),
+    )
+    chosen = traffic_search._chosen(search)
+    assert chosen == [v100, v100]
+    assert traffic_search._others(search, chosen) == {2: [both, both]}  # where requests wait
+    search.objective = "throughput"
+    assert traffic_search._chosen(search) == [both, both]
+
+
 def test_more_engines_than_cards_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "opt-1.3b", "--bits", "16", *TRAFFIC, "--devices", "t4", "--rate", "1"]
-    assert main([*words, "--engines", "2"]) == 5
+    assert main([*words, "--engines", "2"]) == 2
+    assert "--engines 2 needs as many devices, got 1; ask for fewer" in capsys.readouterr().err
+    small = [*words[:-3], "t4=3GB+320GB/s+65TFLOPS:2", *words[-2:]]
+    assert main([*small, "--engines", "2"]) == 5
     assert "no 2 engines on these devices serve requests of" in capsys.readouterr().err
     assert main([*words, "--engines", "two"]) == 2
 
