@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from llmpq.planner.cli.alternatives import PROVEN_GAP, Speed, not_used
 from llmpq.planner.cli.report import bits_text, loss_lines, robustness_line, warnings_of
+from llmpq.planner.problem.limits import MOST_WAVES
 from llmpq.planner.solving.answer import TIE, Answer, TopologyAnswer
 from llmpq.planner.solving.plan_search import CUT
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
@@ -62,7 +63,19 @@ def topology_lines(
     lines += _searched(found)
     if found.topology is None:
         return lines + _left_out(best, found)
-    return lines + _unused(found, found.topology, _gap(found))
+    return lines + _fewer_at_once(found.topology) + _unused(found, found.topology, _gap(found))
+
+
+def _fewer_at_once(topology: Topology) -> list[str]:
+    """Return how to plan for fewer rows at once, where an engine has the most waves there are."""
+    if max(one.waves for one in topology.engines) < MOST_WAVES:
+        return []
+    fewer = max(1, topology.workload.batch // (2 * MOST_WAVES))
+    return [
+        f"rows in {MOST_WAVES} waves are the most that are planned: with fewer at once bits and "
+        f"times may be better, and such a plan runs any number of rows: --what-if batch={fewer} "
+        f"says what --batch {fewer} gives"
+    ]
 
 
 def _searched(found: TopologyAnswer) -> list[str]:

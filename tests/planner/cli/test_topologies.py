@@ -20,6 +20,7 @@ from llmpq.planner.cli.show_plan import best_answer
 from llmpq.planner.cli.what_if import compared, made_possible
 from llmpq.planner.export import request_shares
 from llmpq.planner.make import make_plan
+from llmpq.planner.problem.limits import MOST_WAVES
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.answer import Answer, TopologyAnswer, answer, answer_topology
@@ -471,6 +472,19 @@ def test_one_card_runs_in_waves_what_it_has_no_room_for_at_once(planned: Any) ->
     assert engine.rows == 200 and engine.waves > 1
     (card,) = [line for line in lines if line.startswith("best single card: ")]
     assert f"T4-0: {shown(engine.tokens_per_s)} tokens/s" in card
+
+
+def test_rows_in_as_many_waves_as_there_are_may_do_better_with_fewer_at_once(planned: Any) -> None:
+    """Half as many at once leave 16 bits room, and are as fast."""
+    words = ["--devices", "t4", "--model", "opt-1.3b", "--prompt-len", "512", "--gen-len", "64"]
+    _, lines = planned(*words, "--batch", "200")
+    assert not any("--what-if" in line for line in lines)  # in two waves
+    plan, lines = planned(*words, "--batch", "400", "--what-if", "batch=50")
+    assert isinstance(plan, Topology) and plan.engines[0].waves == MOST_WAVES
+    (said,) = [line for line in lines if line.startswith(f"rows in {MOST_WAVES} waves are the ")]
+    assert said.endswith("--what-if batch=50 says what --batch 50 gives")
+    (fewer,) = [line for line in lines if line.startswith("what if batch=50: ")]
+    assert "16 bits, quality loss 0 instead of " in fewer
 
 
 def test_engines_that_send_nothing_are_taken_where_a_pipeline_is_hardly_better(
