@@ -92,6 +92,17 @@ def number(text: str) -> float:
     raise argparse.ArgumentTypeError(f"expected a number such as 0.5, got '{text[:40]}'")
 
 
+def in_seconds(text: str) -> float:
+    """Read a number of seconds, without a unit."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"expected a number of seconds such as 0.5, without a unit, got '{text[:40]}'"
+    )
+
+
 def named_path(text: str) -> Path:
     """Read a path; an empty one, as where a variable is not set, would be the folder one is in."""
     if text.strip():

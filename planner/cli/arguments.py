@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 
-from llmpq.commands.command_line import CommandParser, Only, Section, token_count
+from llmpq.commands.command_line import CommandParser, Only, Section, in_seconds, token_count
 from llmpq.errors import nearest
 from llmpq.planner.problem.limits import MAX_BATCH
 from llmpq.planner.problem.requests import (
@@ -359,7 +359,9 @@ def _how_to_solve(section: Section) -> None:
         "time), so that a plan does not depend on a machine's load; a twentieth of that at most "
         "is for the line `robust`: how wrong costs may be"
     )
-    section.flag("--time-limit", also=("--ilp-time-limit",), type=float, default=60.0, help=seconds)
+    section.flag(
+        "--time-limit", also=("--ilp-time-limit",), type=in_seconds, default=60.0, help=seconds
+    )
     section.flag(
         "--speculate",
         metavar="MODE",
@@ -467,8 +469,12 @@ def add_traffic(section: Section, *, daily: bool) -> None:
         )
     rate = "requests a second, or max: the highest within the limits (default: the trace's)"
     section.flag("--rate", daily=daily, metavar="R|max", help=rate)
-    section.flag("--ttft", daily=daily, type=float, metavar="S", help="limit of the first token")
-    section.flag("--tpot", daily=daily, type=float, metavar="S", help="limit of a further token")
+    section.flag(
+        "--ttft", daily=daily, type=in_seconds, metavar="S", help="limit of the first token"
+    )
+    section.flag(
+        "--tpot", daily=daily, type=in_seconds, metavar="S", help="limit of a further token"
+    )
     section.flag(
         "--requests", type=int, metavar="N", help="requests to simulate (200; of a trace its first)"
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llmpq.commands.command_line import CommandParser, Only, token_count
+from llmpq.commands.command_line import CommandParser, Only, in_seconds, token_count
 from llmpq.precision import WEIGHT_ONLY, KVPrecision
 from llmpq.workload import full_dtype
 
@@ -198,7 +198,7 @@ def run_parser() -> CommandParser:
     much.flag("--max-tokens", type=token_count, help=most)
     there = Only(lambda a: a.ray_address, "without --ray-address", "add --ray-address HOST:PORT")
     seconds = "seconds for hosts that have not joined the Ray (30; 0: none)"
-    much.flag("--wait-nodes", type=float, default=30.0, metavar="S", only=there, help=seconds)
+    much.flag("--wait-nodes", type=in_seconds, default=30.0, metavar="S", only=there, help=seconds)
     network = "network interface between hosts: one name, or NODE=NAME,... (default: Ray's own)"
     much.flag("--network-interface", metavar="NAME", only=there, help=network)
     much.flag(

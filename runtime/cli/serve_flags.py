@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llmpq.commands.command_line import CommandParser, Only, Section
+from llmpq.commands.command_line import CommandParser, Only, Section, in_seconds
 from llmpq.runtime.cli.engine_flags import add_engine_flags
 from llmpq.runtime.cli.run_flags import add_model, add_plan
 from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, LENGTH_FLAGS, OTHER_FLAGS, SAMPLING_FLAGS
@@ -199,11 +199,13 @@ def _add_limits(limits: Section) -> None:
     ):
         limits.flag(name, type=int, default=value, metavar="N", help=f"{text} ({value})")
     text = "seconds an answer may take (any)"
-    limits.flag("--request-timeout", dest="request_timeout_s", type=float, metavar="S", help=text)
+    limits.flag(
+        "--request-timeout", dest="request_timeout_s", type=in_seconds, metavar="S", help=text
+    )
     for name, seconds, text in (
         ("--read-timeout", DEFAULTS.read_timeout_s, "a request's head, and its body, may take"),
         ("--write-timeout", DEFAULTS.write_timeout_s, "a client may stop reading its answer"),
     ):
         dest = name.strip("-").replace("-", "_") + "_s"
         help_text = f"seconds {text} ({seconds:g})"
-        limits.flag(name, dest=dest, type=float, default=seconds, metavar="S", help=help_text)
+        limits.flag(name, dest=dest, type=in_seconds, default=seconds, metavar="S", help=help_text)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmpq.commands.command_line import CommandParser, Only, Section, token_count
+from llmpq.commands.command_line import CommandParser, Only, Section, in_seconds, token_count
 from llmpq.precision import Precision
 from llmpq.runtime.cli.engine_flags import add_engine_flags
 from llmpq.runtime.cli.run_flags import add_plan, add_report, add_speculation
@@ -169,7 +169,7 @@ def check_parser() -> CommandParser:
         daily=("cluster", "ray_address"),
     )
     flags.flag(
-        "--timeout", type=float, default=90.0, metavar="S", help="seconds for each check (90)"
+        "--timeout", type=in_seconds, default=90.0, metavar="S", help="seconds for each check (90)"
     )
     return parser
 
@@ -187,7 +187,7 @@ def doctor_parser() -> CommandParser:
     flags.flag("--ray-address", also=("--address", "--from-ray"), daily=True, help=address)
     flags.flag("--json", daily=True, action="store_true", help="print what was found as JSON")
     seconds = "seconds for each check (default 60)"
-    flags.flag("--timeout", daily=True, type=float, default=60.0, metavar="S", help=seconds)
+    flags.flag("--timeout", daily=True, type=in_seconds, default=60.0, metavar="S", help=seconds)
     fit = parser.section("what to fit there, as llmpq-algo fits does, in the memory that is free")
     named = Only(lambda a: a.model is not None, "without --model", "add it")
     fit.flag("--model", daily=True, metavar="DIR|NAME", help="directory, GGUF file or name")

@@ -647,6 +647,8 @@ def test_the_lowest_latency_has_the_bits_of_few_requests(tmp_path: Path) -> None
         (["--rate", "1", "--pareto"], 2, "--pareto is of a batch job"),
         (["--rate", "1", "--what-if", "+t4"], 2, "--what-if is of a batch job"),
         (["--rate", "1", "--method", "ilp"], 2, "planned by --method exact"),
+        (["--rate", "1", "--ttft", "200ms"], 2, "number of seconds such as 0.5, without a unit"),
+        (["--rate", "1", "--time-limit", "1min"], 2, "without a unit, got '1min'"),
         (["--rate", "1", "--tpot", "1e-6"], 5, "within --tpot 1e-06 s, even one at a time"),
         (["--rate", "1", "--prompt", "3000"], 2, "has 2,048 positions"),
     ],
