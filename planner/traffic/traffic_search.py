@@ -816,7 +816,11 @@ def _chosen(search: _Search) -> list[Vector]:
     """
     if search.objective != "latency":
         return search.vectors.most_rows(_steady_rates(search), search.exactly)[1]
-    number = search.exactly or 1
+    return _soonest(search, search.exactly or 1)
+
+
+def _soonest(search: _Search, number: int) -> list[Vector]:
+    """Return so many disjoint engines whose answers end soonest by their steady states."""
     speeds = {v: 1 / _latency(search, v, number) for v in _steady_rates(search)}
     return search.vectors.most_rows(speeds, number)[1]
 
@@ -967,14 +971,17 @@ def _best_way(
 def _others(search: _Search, chosen: Sequence[Vector]) -> dict[int, list[Vector]]:
     """Return the best topologies of other numbers of engines, where steady rates are near.
 
-    Of so many as are asked for whose answers are to end soon the ones of the highest rate, too:
-    where requests wait, that decides.
+    Of those whose answers are to end soon two beside one, and of so many as are asked for the ones
+    of the highest rate, too: where requests wait, that decides.
     """
     rates, exactly = _steady_rates(search), search.exactly
-    if search.objective == "latency" and exactly not in (None, 1):
-        _, vectors = search.vectors.most_rows(rates, exactly)
-        return {exactly: vectors} if sorted(vectors) != sorted(chosen) else {}
-    if search.objective == "latency" or exactly is not None:
+    if search.objective == "latency":
+        number = exactly or 2
+        vectors = (
+            _soonest(search, 2) if exactly is None else search.vectors.most_rows(rates, exactly)[1]
+        )
+        return {number: vectors} if vectors and sorted(vectors) != sorted(chosen) else {}
+    if exactly is not None:
         return {}
     found = {}
     most, _ = search.vectors.most_rows(rates)

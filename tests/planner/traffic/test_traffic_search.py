@@ -352,7 +352,10 @@ def test_several_engines_whose_answers_are_to_end_soon_are_the_quick_ones() -> N
     chosen = traffic_search._chosen(search)
     assert chosen == [v100, v100]
     assert traffic_search._others(search, chosen) == {2: [both, both]}  # where requests wait
-    search.objective = "throughput"
+    search.exactly = None
+    assert traffic_search._chosen(search) == [v100]
+    assert traffic_search._others(search, [v100]) == {2: [v100, v100]}
+    search.objective, search.exactly = "throughput", 2
     assert traffic_search._chosen(search) == [both, both]
 
 
