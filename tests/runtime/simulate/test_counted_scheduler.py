@@ -49,7 +49,7 @@ def _requests(rng: random.Random) -> list[tuple[int, int, int]]:
     return [(when, rng.choice(prompts), rng.choice(answers)) for when in at]
 
 
-def _told(step: MicroBatch, begun: set[int]) -> tuple[Any, ...]:
+def _shown(step: MicroBatch, begun: set[int]) -> tuple[Any, ...]:
     """Return what a step is, and whose first tokens it brings beside those of `begun`."""
     rows, news = step_rows(step), step.news
     brings = {n for n in step.not_only_decoding if n not in news or news[n].samples}
@@ -80,7 +80,7 @@ def _history(
             scheduler.submit(inbox.popleft()[1])
         while len(under_way) < most and (step := scheduler.next_micro_batch()) is not None:
             under_way.append(step)
-            happens.append(_told(step, begun))
+            happens.append(_shown(step, begun))
         oldest = under_way.popleft()
         tokens = np.full((len(oldest.requests), 1), TOKEN)
         happens.append([request.id for request in scheduler.update_from_output(oldest, tokens)])
