@@ -179,7 +179,7 @@ class RobustnessSearch:
             if tried - self.proven <= max(CLOSE, COARSE * tried / pieces):
                 return
             where = 1 / 2
-            if of_tried and of_proven > of_tried:  # where a line meets 1, and a little less
+            if of_tried and of_proven > of_tried:  # where a line is at 1, and a little less
                 where = SHY * (of_proven - 1) / (of_proven - of_tried)
             x = self.proven + max(where, 1 - SHY) * (tried - self.proven)
             if pieces > 1 and not of_tried:  # each try is long: from below
